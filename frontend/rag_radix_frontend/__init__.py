@@ -1,0 +1,1 @@
+"""Frontend of rag-radix: document stores, staged search and `rag_retrieve()`."""

@@ -1,0 +1,1 @@
+"""Attention operations of rag-radix. Imports nothing from `rag_radix`."""

@@ -1,0 +1,35 @@
+"""Where the documents of a prompt are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentSpan:
+    """One retrieved document at its place in a prompt.
+
+    Attributes:
+        id: Name of the document; used for statistics and control, never to decide reuse.
+        start: First token of the document.
+        end: One past its last token; always greater than `start`.
+        version: Revision of the document, or "" when the client gave none.
+    """
+
+    id: str
+    start: int
+    end: int
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """What a request says about its documents; token offsets into its `input_ids`.
+
+    Attributes:
+        documents: Ascending and disjoint spans.
+        speculative: The request is a guess that may be refused or cancelled.
+    """
+
+    documents: tuple[DocumentSpan, ...]
+    speculative: bool = False

@@ -1,0 +1,29 @@
+"""Errors that a user of rag-radix can meet."""
+
+
+class RagRadixError(Exception):
+    """Root of all errors raised on purpose by rag-radix."""
+
+
+class ConfigError(RagRadixError, ValueError):
+    """A setting is wrong; the message names its value and the remedy."""
+
+
+class AnnotationError(RagRadixError, ValueError):
+    """A request's `custom_params.rag` is malformed.
+
+    Attributes:
+        field: Path of the offending field, e.g. ``rag.documents[1].start``.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class UnsupportedError(RagRadixError, RuntimeError):
+    """The server's model or flags can't be combined with what was asked for."""
+
+
+class IncompatibleSGLangError(RagRadixError, RuntimeError):
+    """The installed SGLang isn't the one this release was written against."""
