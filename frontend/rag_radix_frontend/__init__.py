@@ -1,1 +1,60 @@
-"""Frontend of rag-radix: document stores, staged search and `rag_retrieve()`."""
+"""Frontend of rag-radix: document stores, staged search and `rag_retrieve()`.
+
+Names load on first use, since SGLang, torch and Faiss take seconds to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rag_radix_frontend.annotate import annotate
+    from rag_radix_frontend.build import build_index
+    from rag_radix_frontend.document import Document
+    from rag_radix_frontend.encoders import CallableEncoder, Encoder, load_encoder
+    from rag_radix_frontend.endpoint import RagEndpoint
+    from rag_radix_frontend.errors import FrontendError
+    from rag_radix_frontend.retrieve import rag_retrieve
+    from rag_radix_frontend.retrieved_text import RetrievedText
+    from rag_radix_frontend.retriever import FaissRetriever, Retriever, ScoredDocument, Stage
+
+_MODULES = {
+    "CallableEncoder": "encoders",
+    "Document": "document",
+    "Encoder": "encoders",
+    "FaissRetriever": "retriever",
+    "FrontendError": "errors",
+    "RagEndpoint": "endpoint",
+    "RetrievedText": "retrieved_text",
+    "Retriever": "retriever",
+    "ScoredDocument": "retriever",
+    "Stage": "retriever",
+    "annotate": "annotate",
+    "build_index": "build",
+    "load_encoder": "encoders",
+    "rag_retrieve": "retrieve",
+}
+
+__all__ = [
+    "CallableEncoder",
+    "Document",
+    "Encoder",
+    "FaissRetriever",
+    "FrontendError",
+    "RagEndpoint",
+    "RetrievedText",
+    "Retriever",
+    "ScoredDocument",
+    "Stage",
+    "annotate",
+    "build_index",
+    "load_encoder",
+    "rag_retrieve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,57 @@
+"""Annotations for OpenAI-style clients, which send messages instead of one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rag_radix_frontend.document import Document
+from rag_radix_frontend.errors import ArgumentError
+from rag_radix_frontend.wire import quoted_annotation
+
+
+def annotate(
+    messages: Sequence[Mapping[str, Any]],
+    documents: Iterable[Document],
+    *,
+    strict: bool = False,
+) -> dict[str, Any]:
+    """The `extra_body` of a chat completion whose messages contain these documents' texts.
+
+        client.chat.completions.create(
+            model=..., messages=messages, extra_body=annotate(messages, documents)
+        )
+
+    Documents are given in the order in which they occur, each whole within one message. White
+    space at a text's ends doesn't count, since chat templates trim messages. `strict` makes the
+    server refuse the request when its chat template changes a text so that it can't be found;
+    otherwise it then serves it as one without documents.
+
+    Raises:
+        ArgumentError: names the first document that doesn't occur after the one before it.
+    """
+    texts = [text for message in messages for text in _texts(message)]
+    quoted: list[tuple[Document, str]] = []
+    at, start = 0, 0
+    for document in documents:
+        text = document.text.strip()
+        if not text:
+            raise ArgumentError(f"document {document.id!r} has no text")
+        while at < len(texts) and (found := texts[at].find(text, start)) < 0:
+            at, start = at + 1, 0
+        if at == len(texts):
+            after = f" after document {quoted[-1][0].id!r}" if quoted else ""
+            raise ArgumentError(
+                f"the text of document {document.id!r} doesn't occur in the messages{after}; "
+                "give the documents in the order in which the messages quote them"
+            )
+        start = found + len(text)
+        quoted.append((document, text))
+    return {"custom_params": quoted_annotation(quoted, strict=strict)}
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content or () if part.get("type") == "text"]

@@ -1,0 +1,39 @@
+"""Errors of the frontend: one root, one class for each thing a caller can do about it."""
+
+from __future__ import annotations
+
+
+class FrontendError(Exception):
+    """Root of every error that `rag_radix_frontend` raises on purpose."""
+
+
+class ArgumentError(FrontendError, ValueError):
+    """An argument has a value that can never work; the message names it and the remedy."""
+
+
+class SourceError(FrontendError):
+    """A document source holds a line that is no document; the message names file and line."""
+
+
+class DamagedIndexError(FrontendError):
+    """An index directory is missing, foreign, incomplete or altered: build it again."""
+
+
+class EncoderError(FrontendError):
+    """An encoder is unknown, not installed, or doesn't fit the index."""
+
+
+class RetrievalError(FrontendError):
+    """A retriever or a template broke its contract."""
+
+
+class RequestError(FrontendError, RuntimeError):
+    """The server refused a request or answered with an error."""
+
+
+class RequestAborted(RequestError):
+    """A request was cancelled, so its text is not an answer."""
+
+
+class IncompatibleSGLangError(FrontendError, ImportError):
+    """The installed SGLang's language differs from the one this package was made for."""

@@ -1,0 +1,84 @@
+"""`rag_retrieve()`: documents in an SGLang program."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from sglang.lang.ir import SglExpr
+
+from rag_radix_frontend.errors import ArgumentError
+from rag_radix_frontend.retriever import Retriever, final_documents
+from rag_radix_frontend.sglang_lang import ComputedText
+from rag_radix_frontend.template import DEFAULT_TEMPLATE, Render, compile_template, render_documents
+
+
+class UnannotatedWarning(UserWarning):
+    """A program's documents are in its prompts, but the server isn't told where."""
+
+
+class SglRetrieve(ComputedText):
+    """The expression that `rag_retrieve()` returns."""
+
+    def __init__(
+        self, retriever: Retriever, query: str | SglExpr, k: int, name: str, render: Render
+    ) -> None:
+        super().__init__(name)
+        self._retriever = retriever
+        self._query = query
+        self._k = k
+        self._render = render
+
+    def compute(self, backend: Any) -> str:
+        if not isinstance(self._query, str):
+            raise ArgumentError(f"the query must be text, not {self._query!r}")
+        if not getattr(backend, "carries_documents", False):
+            warnings.warn(
+                f"{type(backend).__name__} doesn't tell the server which documents a prompt "
+                "holds; use rag_radix_frontend.RagEndpoint to have their KV cache managed",
+                UnannotatedWarning,
+                stacklevel=1,
+            )
+        return render_documents(
+            final_documents(self._retriever, self._query, self._k), self._render
+        )
+
+    def __repr__(self) -> str:
+        return f"Retrieve('{self.name}', {self._query!r}, k={self._k})"
+
+
+def rag_retrieve(
+    retriever: Retriever,
+    query: str | SglExpr,
+    k: int = 2,
+    name: str = "docs",
+    template: str | Render = DEFAULT_TEMPLATE,
+) -> SglRetrieve:
+    """Append the k documents that best fit the query, best first.
+
+        @sgl.function
+        def answer(s, question):
+            s += sgl.user(rag_retrieve(retriever, question) + question)
+            s += sgl.assistant(sgl.gen("answer"))
+
+    Used like `sgl.gen()`: on its own, in a sum, within a role. Retrieval runs on the state's
+    thread, after what was appended before it. `s[name]` then is the text that was appended, a
+    `RetrievedText` with `ids`, `scores` and `texts`. With a `RagEndpoint`, every later request
+    of the state says where the documents are; other backends work without that.
+
+    `template` is a string with `{text}` and perhaps `{id}`, or a function of the document. What
+    raises in the retriever or the template is raised where the program next uses its state.
+
+    Raises:
+        ArgumentError: k, name, template or retriever can't work.
+    """
+    if not isinstance(retriever, Retriever):
+        raise ArgumentError(f"{retriever!r} is no retriever: it has no retrieve(query, k)")
+    # A traced program's query is a placeholder, an expression.
+    if not isinstance(query, str | SglExpr):
+        raise ArgumentError(f"the query must be text, not {query!r}")
+    if not isinstance(k, int) or k < 1:
+        raise ArgumentError(f"k must be a whole number of at least 1, not {k!r}")
+    if not name:
+        raise ArgumentError("name must not be empty: the documents are read as s[name]")
+    return SglRetrieve(retriever, query, k, name, compile_template(template))

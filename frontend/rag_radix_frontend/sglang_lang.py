@@ -1,0 +1,227 @@
+"""Everything that touches the inside of SGLang's frontend language; nothing else does.
+
+SGLang runs a program's expressions on a thread of the state. Two things are added to it:
+
+- `ComputedText`, an expression whose text a function computes on that thread. To the rest of
+  SGLang it is a `select`: an expression that appends a text and sets a variable.
+- A failure on that thread reaches the program. SGLang 0.5.23 only warns: reading a variable
+  then raises `KeyError`, appending to the state or waiting for it may never return, and a
+  broken stream looks like a complete one. Here reading, appending, forking and joining raise
+  the failure itself, `sync()` returns, and `error()` gives the failure.
+
+Importing this module puts the subclasses in place of SGLang's classes, which SGLang looks up by
+name when it starts or forks a program. It stops with `IncompatibleSGLangError` where SGLang
+doesn't have the methods that they override.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from sglang.lang import interpreter
+from sglang.lang.interpreter import ProgramState, ProgramStateGroup, StreamExecutor
+from sglang.lang.ir import SglSelect
+
+from rag_radix_frontend.errors import IncompatibleSGLangError
+
+
+class ComputedText(SglSelect, ABC):  # type: ignore[misc]
+    """An expression that appends a text computed when its turn comes, and names it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, choices=[], temperature=0.0, choices_method=None)
+
+    @abstractmethod
+    def compute(self, backend: Any) -> str:
+        """The text; called on the state's thread, with the backend the program runs on."""
+
+
+class RagStreamExecutor(StreamExecutor):  # type: ignore[misc]
+    """A stream executor that computes texts and hands its failure to the program."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Set before the base class starts the thread. Reentrant, since garbage collection may
+        # call end() in the middle of submit().
+        self._failing = threading.RLock()
+        self.failure: Exception | None = None
+        super().__init__(*args, **kwargs)
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def submit(self, expr: Any) -> None:
+        # The thread empties its queue once, after it failed. Under the lock, an expression is
+        # either queued before that or refused, never left in a queue that nobody reads.
+        with self._failing:
+            self.raise_failure()
+            super().submit(expr)
+
+    def end(self) -> None:
+        with self._failing:
+            if self.failure is None:
+                super().end()
+            else:
+                self.backend.end_program(self)
+
+    def get_var(self, name: str) -> Any:
+        try:
+            return super().get_var(name)
+        except KeyError:
+            self.raise_failure()
+            raise
+
+    def fork(self, *args: Any, **kwargs: Any) -> list[RagStreamExecutor]:
+        forks: list[RagStreamExecutor] = super().fork(*args, **kwargs)
+        if self.failure is not None:
+            for executor in forks:
+                executor.end()
+            raise self.failure
+        return forks
+
+    def error(self) -> Exception | None:
+        self.sync()
+        return self.failure
+
+    def _execute(self, other: Any) -> None:
+        try:
+            super()._execute(other)
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        with self._failing:
+            if self.failure is not None:
+                return
+            self.failure = error
+            # Half a generated text is no value; the wake-up call that follows finds nothing.
+            for name, event in self.variable_event.items():
+                if not event.is_set():
+                    self.variables.pop(name, None)
+
+    def _execute_select(self, expr: Any) -> None:
+        if not isinstance(expr, ComputedText):
+            super()._execute_select(expr)
+            return
+        text = expr.compute(self.backend)
+        self._execute_fill(text)
+        self.variables[expr.name] = text
+        self.variable_event[expr.name].set()
+        if self.stream:
+            self.stream_var_event[expr.name].set()
+
+    def _thread_worker_func(self) -> None:
+        super()._thread_worker_func()
+        # The base class wakes readers of the stream before it marks the end; one that looked
+        # in between would wait for ever.
+        if self.stream_text_event:
+            self.stream_text_event.set()
+
+
+class RagProgramState(ProgramState):  # type: ignore[misc]
+    """A program state whose readers get the failure instead of an incomplete text."""
+
+    def text(self) -> str:
+        text: str = super().text()
+        self.stream_executor.raise_failure()
+        return text
+
+    def messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = super().messages()
+        self.stream_executor.raise_failure()
+        return messages
+
+    def text_iter(self, var_name: str | None = None) -> Iterator[str]:
+        try:
+            yield from super().text_iter(var_name)
+        except KeyError:
+            self._raise_if_incomplete(var_name)
+            raise
+        self._raise_if_incomplete(var_name)
+
+    async def text_async_iter(
+        self, var_name: str | None = None, return_meta_data: bool = False
+    ) -> AsyncIterator[Any]:
+        try:
+            async for item in super().text_async_iter(var_name, return_meta_data):
+                yield item
+        except KeyError:
+            self._raise_if_incomplete(var_name)
+            raise
+        self._raise_if_incomplete(var_name)
+
+    def _raise_if_incomplete(self, var_name: str | None) -> None:
+        if var_name is None or var_name not in self.stream_executor.variables:
+            self.stream_executor.raise_failure()
+
+    def __repr__(self) -> str:
+        return f"ProgramState({self.stream_executor.text()!r})"
+
+
+class RagProgramStateGroup(ProgramStateGroup):  # type: ignore[misc]
+    """A group of forks whose join raises the failure of one of them."""
+
+    def join(self, mode: str = "gather_variable") -> None:
+        super().join(mode)
+        for state in self.states:
+            state.stream_executor.raise_failure()
+
+
+_REPLACEMENTS = (RagStreamExecutor, RagProgramState, RagProgramStateGroup)
+
+# What the subclasses override or call, with its parameters.
+_USED: dict[type, dict[str, tuple[str, ...]]] = {
+    StreamExecutor: {
+        "submit": ("self", "expr"),
+        "end": ("self",),
+        "sync": ("self",),
+        "get_var": ("self", "name"),
+        "fork": ("self", "size", "position_ids_offset"),
+        "error": ("self",),
+        "text": ("self",),
+        "_execute": ("self", "other"),
+        "_execute_select": ("self", "expr"),
+        "_execute_fill": ("self", "value", "prefix"),
+        "_thread_worker_func": ("self",),
+        "_init_var_event": ("self", "expr"),
+    },
+    ProgramState: {
+        "text": ("self",),
+        "messages": ("self",),
+        "text_iter": ("self", "var_name"),
+        "text_async_iter": ("self", "var_name", "return_meta_data"),
+    },
+    ProgramStateGroup: {"join": ("self", "mode")},
+    SglSelect: {"__init__": ("self", "name", "choices", "temperature", "choices_method")},
+}
+
+
+def check_surface() -> None:
+    """Compare SGLang's language with what this module relies on.
+
+    Raises:
+        IncompatibleSGLangError: names the first method that is missing or different.
+    """
+    for owner, methods in _USED.items():
+        for name, parameters in methods.items():
+            method = getattr(owner, name, None)
+            found = tuple(inspect.signature(method).parameters) if method else None
+            if found != parameters:
+                raise IncompatibleSGLangError(
+                    f"SGLang's {owner.__name__}.{name} takes {found}, expected {parameters}; "
+                    "install the SGLang version that rag-radix asks for"
+                )
+
+
+def _install() -> None:
+    check_surface()
+    for replacement in _REPLACEMENTS:
+        setattr(interpreter, replacement.__mro__[1].__name__, replacement)
+
+
+_install()

@@ -1,0 +1,46 @@
+"""The `rag` entry of a request's `custom_params`: which documents its prompt holds, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rag_radix_frontend.document import Document
+from rag_radix_frontend.retrieved_text import RetrievedText
+
+
+def placed_annotation(text: str, *, strict: bool = False) -> dict[str, Any] | None:
+    """`custom_params` for a prompt sent as this text; None when it holds no documents.
+
+    Ranges are half-open and count characters of the text.
+    """
+    if not isinstance(text, RetrievedText) or not text.documents:
+        return None
+    documents = [
+        {**_identity(placed.document), "start": placed.start, "end": placed.end}
+        for placed in text.documents
+    ]
+    return _custom_params({"documents": documents, "unit": "char"}, strict)
+
+
+def quoted_annotation(
+    documents: Sequence[tuple[Document, str]], *, strict: bool = False
+) -> dict[str, Any]:
+    """`custom_params` for chat messages that hold these documents, quoted as given, in order."""
+    return _custom_params(
+        {"documents": [{**_identity(document), "text": text} for document, text in documents]},
+        strict,
+    )
+
+
+def _identity(document: Document) -> dict[str, Any]:
+    identity = {"id": document.id}
+    if document.version:
+        identity["version"] = document.version
+    return identity
+
+
+def _custom_params(rag: dict[str, Any], strict: bool) -> dict[str, Any]:
+    if strict:
+        rag["strict"] = True
+    return {"rag": rag}
