@@ -17,8 +17,10 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from rag_radix.errors import ConfigError, IncompatibleSGLangError, UnsupportedError
+
 if TYPE_CHECKING:
-    pass
+    from sglang.srt.configs.model_config import ModelConfig
 
 _ACCELERATORS = ("cuda", "xpu", "npu", "mps", "hpu", "musa")
 # The part of the free memory that the device tier of the KV cache may take by default.

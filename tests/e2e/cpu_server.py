@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,8 @@ def _group(process: psutil.Process) -> int | None:
 
 
 def _signal(process: psutil.Process, signum: int) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(signum)
-    except psutil.NoSuchProcess:
-        pass
 
 
 def _read(request: urllib.request.Request, timeout_s: float) -> Any:
