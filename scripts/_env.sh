@@ -139,3 +139,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores < 8 ? cores : 8))}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 # Everything the scripts use is on disk by now: a missing file must fail here, not wait for a hub.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
+export HF_HUB_DISABLE_PROGRESS_BARS="${HF_HUB_DISABLE_PROGRESS_BARS:-1}"

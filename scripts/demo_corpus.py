@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from pathlib import Path
 SHORTEST_TOKENS = 200
 TARGET_TOKENS = 350
 LONGEST_TOKENS = 600
+OUTSIDE_COST = 1e6
 UNDERLINE = re.compile(r"^[*=\-~^\"]{3,}\n?", re.MULTILINE)
 
 CountTokens = Callable[[str], int]
@@ -53,34 +54,44 @@ def make_documents(topics: dict[str, str], count_tokens: CountTokens) -> Iterato
         if not fresh:
             continue
         title = paragraphs[0].strip().strip(".")
-        for number, chunk in enumerate(chunk_paragraphs(fresh, count_tokens)):
+        chunks = chunk_paragraphs(fresh, count_tokens, count_tokens(title + "\n\n"))
+        for number, chunk in enumerate(chunks):
             body = "\n\n".join(chunk)
             # Every passage names its topic, for the encoder as much as for the reader.
             text = body if body.startswith(title) else f"{title}\n\n{body}"
             yield Document(f"topics/{name}#{number}", text)
 
 
-def chunk_paragraphs(paragraphs: list[str], count_tokens: CountTokens) -> Iterator[list[str]]:
-    """Group paragraphs, in order, into runs of about equal token counts."""
+def chunk_paragraphs(
+    paragraphs: list[str], count_tokens: CountTokens, title_tokens: int = 0
+) -> list[list[str]]:
+    """Group paragraphs, in order, into the runs whose token counts are nearest to the target.
+
+    A run costs the square of its distance to the target, and far more outside of 200 to 600
+    tokens; the cheapest grouping is found by dynamic programming over where the last run begins.
+    """
     pieces = [piece for part in paragraphs for piece in split_long(part, count_tokens)]
-    sizes = [count_tokens(piece + "\n\n") for piece in pieces]
-    left = sum(sizes)
-    runs_left = max(1, math.floor(left / TARGET_TOKENS))
-    run: list[str] = []
-    run_tokens = 0
-    for piece, size in zip(pieces, sizes, strict=True):
-        # Closing before or after this piece: whichever ends nearer to an even share of the rest.
-        share = left / runs_left
-        overflow = run_tokens + size > LONGEST_TOKENS - 20
-        even = run_tokens >= SHORTEST_TOKENS and run_tokens + size / 2 > share
-        if run and (overflow or (even and left - run_tokens >= SHORTEST_TOKENS)):
-            yield run
-            left -= run_tokens
-            runs_left = max(1, runs_left - 1)
-            run, run_tokens = [], 0
-        run.append(piece)
-        run_tokens += size
-    yield run
+    ends = [0, *itertools.accumulate(count_tokens(piece + "\n\n") for piece in pieces)]
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    for end in range(1, len(ends)):
+        best.append(
+            min(
+                (best[start][0] + run_cost(title_tokens + ends[end] - ends[start]), start)
+                for start in range(end)
+            )
+        )
+    runs = []
+    end = len(pieces)
+    while end:
+        start = best[end][1]
+        runs.append(pieces[start:end])
+        end = start
+    return runs[::-1]
+
+
+def run_cost(tokens: int) -> float:
+    outside = max(0, SHORTEST_TOKENS - tokens, tokens - LONGEST_TOKENS)
+    return (tokens - TARGET_TOKENS) ** 2 + OUTSIDE_COST * outside
 
 
 def split_long(paragraph: str, count_tokens: CountTokens) -> Iterator[str]:

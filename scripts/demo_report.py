@@ -42,7 +42,8 @@ class Answer:
 def show_answer(number: int, answer: Answer) -> None:
     """Print one answer with its documents and costs."""
     width = terminal_width()
-    print(f"\n{number:2}. {bold(answer.question)}")
+    question = textwrap.fill(answer.question, width - 4, subsequent_indent=4 * " ")
+    print(f"\n{number:2}. {bold(question)}")
     found = ", ".join(f"{doc.id} ({doc.score:.2f})" for doc in answer.documents)
     show_field("documents", found, width)
     show_field("answer", answer.text + ("" if answer.finished else " ..."), width)
@@ -58,9 +59,8 @@ def show_answer(number: int, answer: Answer) -> None:
 def show_summary(answers: Sequence[Answer]) -> None:
     """Print a line per answer and the totals."""
     cells = min(44, max(24, terminal_width() - 52))
-    print(
-        f"\n{'':4}{'question':{cells}}  {'TTFT':>7}  {'GPU':>6}  {'host':>6}  {'computed':>8}  cached"
-    )
+    heads = f"{'TTFT':>7}  {'GPU':>6}  {'host':>6}  {'computed':>8}  {'cached':>6}"
+    print(f"\n{'':4}{'question':{cells}}  {heads}")
     for number, answer in enumerate(answers, 1):
         show_row(f"{number:2}", answer.question, cells, answer.ttft_s, [answer])
     mean_s = sum(answer.ttft_s for answer in answers) / len(answers)
