@@ -1,0 +1,142 @@
+"""The factory behind `--radix-cache-backend knowledge-tree`, with its start-up checks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from rag_radix import door, scheduler_hooks
+from rag_radix.cost_model import PrefillCostTable, default_cost_table
+from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
+from rag_radix.knowledge_tree import KnowledgeTree
+from rag_radix.policies import DEFAULT_POLICY
+from rag_radix.settings import parse_settings
+from rag_radix.sglang_compat import (
+    ComponentType,
+    check_sglang,
+    create_unified_radix_cache,
+    device_bytes_per_token,
+    register_tree_core_backend,
+    registered_tree_core_backends,
+)
+from rag_radix.tiers import KnowledgeComponent
+from rag_radix.tree_core import KnowledgeTreeCore
+
+logger = logging.getLogger(__name__)
+
+_CORE = "rag-radix-knowledge"
+
+
+def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
+    """Build the scheduler's cache from SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        IncompatibleSGLangError: The installed SGLang isn't the one we extend, or something
+            we registered isn't in use.
+        UnsupportedError: The model or a flag can't be combined with the knowledge tree.
+        ConfigError: A wrong policy or policy setting.
+    """
+    check_sglang()
+    door.verify()
+    scheduler_hooks.verify()
+    _refuse_unsupported(ctx)
+    args = ctx.server_args
+    policy = args.radix_eviction_policy
+    if policy == "lru" and not args._radix_eviction_policy_explicitly_set:
+        policy = DEFAULT_POLICY
+    tree = build_tree(ctx, policy, args.radix_eviction_policy_config)
+    _log_start(tree, args)
+    return tree
+
+
+def build_tree(ctx: Any, policy: str, config: Mapping[str, Any] | None) -> KnowledgeTree:
+    """Build the tree and check that SGLang built it from our parts; for a server or without."""
+    settings = parse_settings(policy, config, partial(_default_cost, ctx.model_config))
+    if _CORE not in registered_tree_core_backends():
+        register_tree_core_backend(_CORE, KnowledgeTreeCore)
+    params = ctx.params
+    params.tree_core_backend = _CORE
+    params.component_registry_override = {ComponentType.FULL: KnowledgeComponent}
+    # The base class looks the policy up in a closed table; ours never reaches it.
+    params.eviction_policy, params.eviction_policy_config = "lru", None
+    tree: KnowledgeTree = create_unified_radix_cache(
+        ctx, cache_class=partial(KnowledgeTree, settings=settings)
+    )
+    _verify_in_use(tree)
+    return tree
+
+
+def _refuse_unsupported(ctx: Any) -> None:
+    args = ctx.server_args
+    refused = {
+        "sliding-window (hybrid SWA) models": ctx.is_hybrid_swa,
+        "Mamba and other state-space hybrid models": ctx.is_hybrid_ssm,
+        "EAGLE speculative decoding": ctx.params.is_eagle,
+        "--disable-radix-cache": ctx.disable_radix_cache,
+        "--enable-session-radix-cache": args.enable_session_radix_cache,
+        "--enable-streaming-session": args.enable_streaming_session,
+        "--enable-lmcache": args.enable_lmcache,
+        "--enable-flexkv": args.enable_flexkv,
+        "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
+        "--hicache-host-memory-mode buffer_only": args.hicache_host_memory_mode == "buffer_only",
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+    }
+    for name, present in refused.items():
+        if present:
+            raise UnsupportedError(
+                f"--radix-cache-backend knowledge-tree doesn't support {name}: drop one of the two"
+            )
+    host_size = args.hicache_ratio is not None or args.hicache_size > 0
+    if host_size and not ctx.enable_hierarchical_cache:
+        raise UnsupportedError(
+            "--hicache-ratio or --hicache-size asks for a host tier, but it is off: "
+            "add --enable-hierarchical-cache"
+        )
+
+
+def _default_cost(model: Any) -> PrefillCostTable:
+    config = model.hf_text_config
+    return default_cost_table(
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        # Mixture-of-experts models may name only the size of one expert.
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        context_tokens=model.context_len,
+    )
+
+
+def _verify_in_use(tree: Any) -> None:
+    if not (
+        isinstance(tree, KnowledgeTree)
+        and isinstance(tree.tree_core, KnowledgeTreeCore)
+        and tuple(tree.components) == (ComponentType.FULL,)
+        and isinstance(tree.component, KnowledgeComponent)
+    ):
+        raise IncompatibleSGLangError(
+            "SGLang built its cache from other parts than ours: "
+            f"{type(tree).__name__} over {type(tree.tree_core).__name__} with "
+            f"{[type(c).__name__ for c in tree.components.values()]}"
+        )
+
+
+def _log_start(tree: KnowledgeTree, args: Any) -> None:
+    device = tree.token_to_kv_pool_allocator.size
+    tiers = f"device {device:,} tokens ({device * device_bytes_per_token(tree) / 2**20:,.0f} MiB)"
+    if tree.cache_controller is not None:
+        pool = tree.cache_controller.mem_pool_host
+        size = pool.logical_size * pool.size_per_token / 2**20
+        tiers += f", host {pool.logical_size:,} tokens ({size:,.0f} MiB)"
+        if args.hicache_write_policy != "write_back":
+            tiers += f"; copies to host at eviction, not by {args.hicache_write_policy}"
+    else:
+        tiers += ", no host tier (--enable-hierarchical-cache adds one)"
+    logger.info(
+        "Knowledge tree: %s, policy %s with prefill cost from %s, page %d, %s",
+        type(tree).__name__,
+        tree.settings.policy,
+        tree.settings.cost_source,
+        tree.page_size,
+        tiers,
+    )

@@ -1,0 +1,36 @@
+"""The `rag-radix` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rag_radix.errors import RagRadixError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # `serve` hands its arguments to SGLang's own parser untouched, --help included.
+    if arguments[:1] == ["serve"]:
+        from rag_radix.serve import serve
+
+        try:
+            return serve(arguments[1:])
+        except RagRadixError as error:
+            print(f"rag-radix: {error}", file=sys.stderr)
+            return 2
+    from rag_radix_frontend.cli import add_index_commands
+
+    parser = argparse.ArgumentParser(
+        prog="rag-radix", description="RAG serving on SGLang that reads a document once."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser(
+        "serve", help="start SGLang with the knowledge tree; takes all flags of `sglang serve`"
+    )
+    add_index_commands(commands)
+    options = parser.parse_args(arguments)
+    status: int = options.run(options)
+    return status

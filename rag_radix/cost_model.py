@@ -1,0 +1,117 @@
+"""Prefill cost `T(cached, new)`: seconds to compute new tokens behind cached ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from rag_radix.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PrefillCostTable:
+    """Prefill seconds on a grid, interpolated bilinearly (RAGCache, arXiv:2404.12457).
+
+    Beyond the grid its outermost cells are extended linearly, but never below the smallest
+    corner of the cell, so that a noisy profile can't make a cost negative.
+
+    Attributes:
+        cached_tokens: Ascending grid of cached prefix lengths, at least two.
+        new_tokens: Ascending grid of extend lengths, at least two, positive.
+        seconds: `seconds[i][j]` belongs to `cached_tokens[i]`, `new_tokens[j]`; positive.
+
+    Raises:
+        ConfigError: A grid isn't ascending or the table has another shape.
+    """
+
+    cached_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        for name, grid, lowest in (
+            ("cached_tokens", self.cached_tokens, 0),
+            ("new_tokens", self.new_tokens, 1),
+        ):
+            ascending = all(a < b for a, b in zip(grid, grid[1:], strict=False))
+            if len(grid) < 2 or not ascending or grid[0] < lowest:
+                raise ConfigError(
+                    f"{name}={list(grid)} of the prefill-cost table: give at least two "
+                    f"ascending values from {lowest}"
+                )
+        shape = (len(self.cached_tokens), len(self.new_tokens))
+        if len(self.seconds) != shape[0] or any(len(row) != shape[1] for row in self.seconds):
+            raise ConfigError(
+                f"'seconds' of the prefill-cost table must be {shape[0]} x {shape[1]}, one row "
+                "for each of 'cached_tokens', one column for each of 'new_tokens'"
+            )
+        if any(cost <= 0 for row in self.seconds for cost in row):
+            raise ConfigError("'seconds' of the prefill-cost table must all be positive")
+
+    def __call__(self, cached_tokens: int, new_tokens: int) -> float:
+        """Seconds to compute `new_tokens` behind `cached_tokens`."""
+        i, u = _cell(self.cached_tokens, cached_tokens)
+        j, v = _cell(self.new_tokens, new_tokens)
+        (a, b), (c, d) = self.seconds[i][j : j + 2], self.seconds[i + 1][j : j + 2]
+        cost = (1 - u) * ((1 - v) * a + v * b) + u * ((1 - v) * c + v * d)
+        return max(cost, min(a, b, c, d))
+
+    @classmethod
+    def load(cls, path: str | Path) -> PrefillCostTable:
+        """Read a table from a JSON object with the three attributes as its keys.
+
+        Raises:
+            ConfigError: The file can't be read or isn't such an object.
+        """
+        try:
+            table = orjson.loads(Path(path).read_bytes())
+            return cls(
+                tuple(table["cached_tokens"]),
+                tuple(table["new_tokens"]),
+                tuple(tuple(row) for row in table["seconds"]),
+            )
+        except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
+            raise ConfigError(
+                f"prefill-cost table {str(path)!r} can't be used ({error!r}): give a JSON file "
+                "with 'cached_tokens', 'new_tokens' and 'seconds'"
+            ) from error
+
+
+def _cell(grid: Sequence[int], value: int) -> tuple[int, float]:
+    """Index of the grid cell for `value` and where it lies in it (0 to 1 inside the grid)."""
+    index = min(max(bisect_right(grid, value) - 1, 0), len(grid) - 2)
+    return index, (value - grid[index]) / (grid[index + 1] - grid[index])
+
+
+def default_cost_table(
+    *, layers: int, hidden_size: int, intermediate_size: int, context_tokens: int
+) -> PrefillCostTable:
+    """A table from the model's shape alone, for servers that weren't profiled.
+
+    Counts a transformer's multiply-adds, `12 h^2`-like linear work for each new token and
+    `2 h` for each pair of a new token and one it attends to, at a nominal 10^13 a second,
+    plus 5 ms for a pass. Only ratios matter to a policy: what the table gets right is that
+    attention makes a token behind a long prefix dearer and that short extends waste a pass.
+    """
+    linear = layers * (4 * hidden_size**2 + 3 * hidden_size * intermediate_size)
+    attention = layers * 2 * hidden_size
+
+    def seconds(cached: int, new: int) -> float:
+        return 0.005 + (linear * new + attention * new * (cached + new / 2)) / 1e13
+
+    top = max(context_tokens, 2048)
+    cached_grid = (0, *_powers_of_two(512, top))
+    new_grid = (1, *_powers_of_two(16, top))
+    return PrefillCostTable(
+        cached_grid,
+        new_grid,
+        tuple(tuple(seconds(cached, new) for new in new_grid) for cached in cached_grid),
+    )
+
+
+def _powers_of_two(first: int, last: int) -> tuple[int, ...]:
+    return tuple(first << step for step in range((last // first).bit_length()))

@@ -1,0 +1,23 @@
+"""All environment variables of rag-radix."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An environment variable that is on when set to anything but "" or "0"."""
+
+    name: str
+    meaning: str
+
+    def is_set(self) -> bool:
+        return os.environ.get(self.name, "") not in ("", "0")
+
+
+CHECK_INTEGRITY = Flag(
+    "RAG_RADIX_CHECK_INTEGRITY",
+    "check the tree's invariants on every GET /rag/stats; for tests, costs O(nodes)",
+)

@@ -1,0 +1,91 @@
+"""The tree's invariants, checked from its nodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rag_radix.sglang_compat import ComponentType
+from rag_radix.tiers import TierName
+
+if TYPE_CHECKING:
+    from rag_radix.knowledge_tree import KnowledgeTree
+    from rag_radix.tree_core import DocumentNode
+
+
+def check_integrity(tree: KnowledgeTree) -> None:
+    """Raise AssertionError unless tiers, tree and statistics agree. O(nodes).
+
+    Slots are disjoint, and free + cached slots are the capacity of each tier: exactly while
+    no request holds slots of its own, at most otherwise. A node on the device has its parent
+    there, a node on host has its parent in either. A node was copied to host at most once.
+    Statistics fall along a path as its users do, and a document's chain has its length.
+    """
+    tree.sanity_check()
+    nodes = tree.tree_core.nodes()
+    device_slots, host_slots = [], []
+    for node in nodes:
+        data = node.component_data[ComponentType.FULL]
+        if data.value is not None:
+            assert len(data.value) == len(node.key), f"node {node.id}: slots do not fit its key"
+            device_slots.append(data.value)
+        if data.host_value is not None:
+            assert len(data.host_value) == len(node.key), f"node {node.id}: host slots don't fit"
+            host_slots.append(data.host_value)
+        _check_node(tree, node)
+
+    device_tokens = _count_disjoint(device_slots, "device")
+    assert device_tokens == tree.evictable_size() + tree.protected_size(), (
+        f"device tier: {device_tokens} tokens in nodes, {tree.evictable_size()} evictable + "
+        f"{tree.protected_size()} protected"
+    )
+    allocator = tree.token_to_kv_pool_allocator
+    accounted = allocator.available_size() + device_tokens
+    idle = tree.protected_size() == 0
+    assert accounted == allocator.size if idle else accounted <= allocator.size, (
+        f"device tier: {allocator.available_size()} free + {device_tokens} cached tokens "
+        f"of {allocator.size}"
+    )
+    if tree.cache_controller is not None:
+        host_tokens = _count_disjoint(host_slots, "host")
+        pool = tree.cache_controller.mem_pool_host
+        assert pool.available_size() + host_tokens == pool.logical_size, (
+            f"host tier: {pool.available_size()} free + {host_tokens} cached tokens "
+            f"of {pool.logical_size}"
+        )
+
+
+def _check_node(tree: KnowledgeTree, node: DocumentNode) -> None:
+    root, parent = tree.tree_core.root_node, node.parent
+    assert node.host_copies <= 1, f"node {node.id}: copied to host {node.host_copies} times"
+    assert not node.backuped or node.host_copies == 1 or tree.enable_storage, (
+        f"node {node.id}: on host without a counted copy"
+    )
+    statistics = node.statistics
+    assert statistics.cost_samples <= max(statistics.frequency, 1), f"node {node.id}: cost samples"
+    assert statistics.last_access <= tree.tree_core.access_time, f"node {node.id}: access time"
+    assert not (node.occurrences and node.is_tail), f"node {node.id}: a document and a tail"
+    if parent is not root:
+        assert not parent.is_tail or node.is_tail, f"node {node.id}: document below a tail"
+    if node.occurrences:
+        depth = sum(len(above.key) for above in tree.tree_core.path_to(node.id))
+        for occurrence in node.occurrences:
+            assert 0 < occurrence.tokens <= depth, f"node {node.id}: {occurrence} is too long"
+    for tier in (tree.component.device, tree.component.host):
+        leaves = (
+            tree.tree_core.evictable_device_leaves
+            if tier.name is TierName.DEVICE
+            else tree.tree_core.evictable_host_leaves
+        )
+        assert node not in leaves or node.offered[tier.name] == node.priorities[tier.name], (
+            f"node {node.id}: an evictable leaf that the {tier.name.name} heap doesn't offer"
+        )
+
+
+def _count_disjoint(slots: list[torch.Tensor], tier: str) -> int:
+    if not slots:
+        return 0
+    joined = torch.cat([value.cpu() for value in slots])
+    assert len(joined.unique()) == len(joined), f"{tier} tier: two nodes share a slot"
+    return len(joined)

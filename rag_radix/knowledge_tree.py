@@ -1,0 +1,209 @@
+"""The knowledge tree: SGLang's unified radix cache with document nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rag_radix.counters import RequestCounters
+from rag_radix.integrity import check_integrity
+from rag_radix.report import report
+from rag_radix.retrieval import Retrieval
+from rag_radix.settings import TreeSettings
+from rag_radix.sglang_compat import ComponentType, UnifiedRadixCache, time_counter
+from rag_radix.statistics import DocumentFrequencies
+from rag_radix.tiers import KnowledgeComponent
+from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore, Occurrence
+
+
+class KnowledgeTree(UnifiedRadixCache):
+    """A radix cache that knows documents.
+
+    After SGLang has inserted a prompt, its path is cut at the document boundaries that are
+    new, without freeing or copying anything; the documents' nodes are named, and each node
+    of the path is counted once per retrieval. Which node leaves a tier next is up to
+    `KnowledgeComponent`; a document that leaves the device is copied to host on the first
+    time only, a tail only when a later request has used it.
+
+    Boundaries round down to a page: the page that straddles one belongs to the later node.
+
+    Attributes:
+        settings: Policy and prefill cost.
+        counters: What requests found.
+        document_frequencies: Retrievals per document; survive eviction, not a flush.
+    """
+
+    tree_core: KnowledgeTreeCore
+
+    def __init__(self, params: Any, settings: TreeSettings) -> None:
+        self.settings = settings
+        self.counters = RequestCounters()
+        self.document_frequencies = DocumentFrequencies()
+        super().__init__(params)
+
+    @property
+    def component(self) -> KnowledgeComponent:
+        component: KnowledgeComponent = self.components[ComponentType.FULL]
+        return component
+
+    def init_hicache(self, server_args: Any, params: Any) -> None:
+        """Attach the host tier and copy to it at eviction, whatever `--hicache-write-policy`
+        says: write-through would copy every insert, questions and outputs included."""
+        super().init_hicache(server_args, params)
+        self.cache_controller.write_policy = "write_back"
+        self.is_write_back = True
+
+    def _reset_full(self) -> None:
+        super()._reset_full()
+        self.document_frequencies.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless both tiers, the tree and its statistics agree."""
+        check_integrity(self)
+
+    def report(self) -> dict[str, Any]:
+        """What is cached and what the tree has done, as plain JSON values."""
+        return report(self)
+
+    # A request's life
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Insert what `req` has computed so far, then cut, name and count its path."""
+        started = time_counter()
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        retrieval = Retrieval.of(req)
+        path = self._cut_and_name(retrieval, self.tree_core.path_to(req.last_node), req)
+        self._mark_matched(path, retrieval.inserted_end, started)
+        retrieval.inserted_end = max(retrieval.inserted_end, path[-1][1] if path else 0)
+        if retrieval.counts_now(req):
+            self._count(retrieval, path, req)
+
+    def _cut_and_name(
+        self, retrieval: Retrieval, nodes: list[DocumentNode], req: Any
+    ) -> list[tuple[DocumentNode, int]]:
+        """Cut a path at the document boundaries that have come into the tree since the last
+        checkpoint and name the nodes at which a document ends.
+
+        Returns the path's nodes, each with the prompt position where it ends.
+        """
+        # What a retracted request had cut may have left the tree before it ran again.
+        since = 0 if req.retracted_stain else retrieval.inserted_end
+        spans = [
+            (self._page_floor(span.start), self._page_floor(span.end), index)
+            for index, span in enumerate(retrieval.annotation.documents)
+        ]
+        cuts = iter([cut for start, end, _ in spans for cut in (start, end) if cut > since])
+        path, start, cut = [], 0, next(cuts, None)
+        for node in nodes:
+            end = start + len(node.key)
+            while cut is not None and cut < end:
+                if cut > start:
+                    path.append((self._split(node, cut - start), cut))
+                    start = cut
+                cut = next(cuts, None)
+            path.append((node, end))
+            start = end
+        ends = {end: node for node, end in path}
+        for first, last, index in spans:
+            # A document within one page has no node of its own.
+            if since < last <= start and first < last:
+                document = retrieval.document_key(index, req)
+                self._name(ends[last], Occurrence(document, last - first))
+        return path
+
+    def _split(self, node: DocumentNode, tokens: int) -> DocumentNode:
+        upper, action = self.tree_core.split(node, tokens)
+        if action is not None:
+            self._apply_cache_action(action)
+        return upper
+
+    @staticmethod
+    def _name(node: DocumentNode, occurrence: Occurrence) -> None:
+        if occurrence not in node.occurrences:
+            node.occurrences += (occurrence,)
+        while node.parent is not None and node.is_tail:
+            node.is_tail = False
+            node = node.parent
+
+    @staticmethod
+    def _mark_matched(
+        path: list[tuple[DocumentNode, int]], inserted_end: int, started: int
+    ) -> None:
+        """Mark the nodes that were there before this request inserted them: it has found
+        them, or has computed them again and now builds on them."""
+        for node, end in path:
+            if end > inserted_end and node.creation_time <= started:
+                node.matched = True
+
+    def _count(self, retrieval: Retrieval, path: list[tuple[DocumentNode, int]], req: Any) -> None:
+        """Count the nodes of `path` that belong to the prompt and aren't counted yet."""
+        device_hit, host_hit = req.cached_tokens_device, req.cached_tokens_host
+        hit = device_hit + host_hit + req.cached_tokens_storage
+        new_tokens = max(retrieval.prompt_tokens - hit, 1)
+        cost = self.settings.prefill_cost(hit, new_tokens)
+        if not retrieval.counted:
+            retrieval.counted = True
+            self.tree_core.access_time += 1
+            self.counters.requests += 1
+            self.counters.prompt_tokens += retrieval.prompt_tokens
+            self.counters.device_hit_tokens += device_hit
+            self.counters.host_hit_tokens += host_hit
+        for node, end in path:
+            start = end - len(node.key)
+            if end > retrieval.prompt_tokens or start < retrieval.counted_end:
+                continue
+            statistics = node.statistics
+            statistics.frequency += 1
+            statistics.last_access = self.tree_core.access_time
+            self._count_documents(retrieval, start, device_hit, hit, req)
+            counted = len(retrieval.document_counts)
+            if counted and end <= retrieval.annotation.documents[counted - 1].end:
+                statistics.document_frequency = max(
+                    statistics.document_frequency, retrieval.document_counts[-1]
+                )
+            if end > hit:
+                statistics.add_cost(cost, new_tokens)
+            elif statistics.cost_samples == 0:
+                # Computed by a request that didn't count: take what it costs alone.
+                alone = self.settings.prefill_cost(start, len(node.key))
+                statistics.add_cost(alone, len(node.key))
+            self.tree_core.refresh_priorities(node)
+            retrieval.counted_end = end
+        if retrieval.inserted_end >= self._page_floor(retrieval.prompt_tokens):
+            # Those that share their only page with the end of the prompt, too.
+            self._count_documents(retrieval, retrieval.prompt_tokens, device_hit, hit, req)
+
+    def _count_documents(
+        self, retrieval: Retrieval, position: int, device_hit: int, hit: int, req: Any
+    ) -> None:
+        """Count the documents that begin up to `position` and aren't counted yet."""
+        spans = retrieval.annotation.documents
+        while (index := len(retrieval.document_counts)) < len(spans):
+            if self._page_floor(spans[index].start) > position:
+                return
+            document, end = retrieval.document_key(index, req), self._page_floor(spans[index].end)
+            retrieval.document_counts.append(self.document_frequencies.record(document))
+            self.counters.documents += 1
+            if end <= device_hit:
+                self.counters.device_hit_documents += 1
+            elif end <= hit:
+                self.counters.host_hit_documents += 1
+
+    def _page_floor(self, tokens: int) -> int:
+        floor: int = tokens // self.page_size * self.page_size
+        return floor
+
+    # Eviction
+
+    def _evict_device_leaf(self, node_id: int, tracker: dict[Any, int]) -> Any:
+        """SGLang's, but a tail that no later request has used is dropped, not copied."""
+        node: DocumentNode = self.tree_core.node_by_id(node_id)
+        tokens = len(node.key)
+        if self.is_write_back and node.is_tail and not node.matched and not node.backuped:
+            result = self.tree_core.drop_subtree_no_host(node_id)
+            self._apply_eviction_result(result)
+            self._accumulate_tracker(tracker, result.tracker)
+            if result.is_dropped:
+                self.counters.dropped_tail_nodes += 1
+                self.counters.dropped_tail_tokens += tokens
+                return None
+        return super()._evict_device_leaf(node_id, tracker)

@@ -1,0 +1,40 @@
+"""Replacement policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rag_radix.errors import ConfigError
+from rag_radix.policies.base import ReplacementPolicy
+from rag_radix.policies.lru import Lru
+from rag_radix.policies.pgdsf import Pgdsf
+
+POLICIES: dict[str, type[Pgdsf] | type[Lru]] = {policy.name: policy for policy in (Pgdsf, Lru)}
+DEFAULT_POLICY = Pgdsf.name
+
+__all__ = ["DEFAULT_POLICY", "POLICIES", "ReplacementPolicy", "make_policy"]
+
+
+def make_policy(name: str, config: Mapping[str, Any]) -> ReplacementPolicy:
+    """Build a policy from its name and its keyword arguments.
+
+    Raises:
+        ConfigError: Unknown name or argument; the message lists the valid ones.
+    """
+    try:
+        policy = POLICIES[name]
+    except KeyError:
+        raise ConfigError(
+            f"--radix-eviction-policy {name!r} isn't available with the knowledge tree: "
+            f"use one of {', '.join(sorted(POLICIES))}"
+        ) from None
+    known = [field.name for field in fields(policy)]
+    for key in config:
+        if key not in known:
+            raise ConfigError(
+                f"{key!r} in --radix-eviction-policy-config isn't a setting of {name!r}: "
+                f"its settings are {', '.join(known) or 'none'}"
+            )
+    return policy(**config)

@@ -1,0 +1,84 @@
+"""`GET /rag/stats`: what is cached and what the tree has done."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rag_radix.environment import CHECK_INTEGRITY
+from rag_radix.sglang_compat import ComponentType, device_bytes_per_token
+
+if TYPE_CHECKING:
+    from rag_radix.knowledge_tree import KnowledgeTree
+
+
+def report(tree: KnowledgeTree) -> dict[str, Any]:
+    """Plain JSON values; counts are since start, tiers as of now. O(nodes).
+
+    With RAG_RADIX_CHECK_INTEGRITY=1 the tree's invariants are checked as well, and
+    `integrity` is "ok" or says what is broken.
+    """
+    core, component, counters = tree.tree_core, tree.component, tree.counters
+    device_documents, host_documents, tails = set(), set(), 0
+    nodes = core.nodes()
+    for node in nodes:
+        data = node.component_data[ComponentType.FULL]
+        names = {occurrence.document for occurrence in node.occurrences}
+        if data.value is not None:
+            device_documents |= names
+        if data.host_value is not None:
+            host_documents |= names
+        tails += node.is_tail
+    allocator, host = tree.token_to_kv_pool_allocator, tree.cache_controller
+    bytes_per_token = device_bytes_per_token(tree)
+    state: dict[str, Any] = {
+        "tree": type(tree).__name__,
+        "policy": tree.settings.policy.name,
+        "policy_settings": asdict(tree.settings.policy),  # type: ignore[call-overload]
+        "prefill_cost": tree.settings.cost_source,
+        "page_size": tree.page_size,
+        "nodes": len(nodes),
+        "tail_nodes": tails,
+        "known_documents": len(tree.document_frequencies),
+        "device": {
+            "capacity_tokens": allocator.size,
+            "capacity_bytes": allocator.size * bytes_per_token,
+            "cached_tokens": tree.evictable_size() + tree.protected_size(),
+            "locked_tokens": tree.protected_size(),
+            "free_tokens": allocator.available_size(),
+            "documents": len(device_documents),
+            "clock": component.device.clock,
+            "evicted_nodes": component.device.evicted_nodes,
+            "evicted_tokens": component.device.evicted_tokens,
+        },
+        "host": None,
+        "swap": {
+            "out_nodes": core.swapped_out_nodes,
+            "out_tokens": core.swapped_out_tokens,
+            "out_bytes": core.swapped_out_tokens * bytes_per_token,
+            "in_tokens": core.loaded_back_tokens,
+            "in_bytes": core.loaded_back_tokens * bytes_per_token,
+            "most_copies_of_a_node": max((node.host_copies for node in nodes), default=0),
+        },
+        "requests": asdict(counters),
+        "splits": core.splits,
+    }
+    if host is not None:
+        pool = host.mem_pool_host
+        state["host"] = {
+            "capacity_tokens": pool.logical_size,
+            "capacity_bytes": pool.logical_size * pool.size_per_token,
+            "cached_tokens": pool.logical_size - pool.available_size(),
+            "free_tokens": pool.available_size(),
+            "documents": len(host_documents),
+            "clock": component.host.clock,
+            "evicted_nodes": component.host.evicted_nodes,
+            "evicted_tokens": component.host.evicted_tokens,
+        }
+    if CHECK_INTEGRITY.is_set():
+        try:
+            tree.check_integrity()
+            state["integrity"] = "ok"
+        except AssertionError as error:
+            state["integrity"] = str(error)
+    return state

@@ -1,0 +1,60 @@
+"""One request's way through the tree: what it asked for, what it found, what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rag_radix import wire
+from rag_radix.document import Annotation
+from rag_radix.sglang_compat import is_finished_unaborted
+from rag_radix.statistics import DocumentKey
+
+_NO_DOCUMENTS = Annotation(documents=())
+
+
+@dataclass(slots=True)
+class Retrieval:
+    """A request as the tree sees it; kept on SGLang's request so that a retracted and
+    re-run request is not counted again.
+
+    Attributes:
+        annotation: Its documents.
+        prompt_tokens: Length of its prompt.
+        inserted_end: End of the part of it that the request has put into the tree.
+        counted: Whether the request is counted.
+        counted_end: End of the part of the prompt whose nodes are counted.
+        document_counts: Retrievals, this one included, of its documents counted so far.
+    """
+
+    annotation: Annotation
+    prompt_tokens: int
+    inserted_end: int = 0
+    counted: bool = False
+    counted_end: int = 0
+    document_counts: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, req: Any) -> Retrieval:
+        """The retrieval of SGLang's request `req`, made on first use."""
+        retrieval: Retrieval | None = getattr(req, "rag_retrieval", None)
+        if retrieval is None:
+            annotation = wire.spans(req.sampling_params.custom_params) or _NO_DOCUMENTS
+            retrieval = req.rag_retrieval = cls(annotation, len(req.origin_input_ids))
+        return retrieval
+
+    def counts_now(self, req: Any) -> bool:
+        """Whether the part of the prompt that is in the tree now may be counted.
+
+        A speculation counts when it has become the answer, so a cancelled one never does.
+        With `n > 1` SGLang computes the prompt in an extra request of zero tokens: that one
+        is the retrieval, the samples that follow repeat it.
+        """
+        if self.annotation.speculative:
+            return is_finished_unaborted(req)
+        params = req.sampling_params
+        return bool(params.n == 1 or params.max_new_tokens == 0)
+
+    def document_key(self, index: int, req: Any) -> DocumentKey:
+        span = self.annotation.documents[index]
+        return DocumentKey(span.id, span.version, req.extra_key, req.cache_salt)

@@ -1,0 +1,64 @@
+"""`rag-radix serve`: SGLang's own launcher with our defaults filled in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rag_radix.errors import ConfigError
+
+BACKEND = "knowledge-tree"
+
+
+def with_defaults(arguments: Sequence[str], *, cuda: bool) -> list[str]:
+    """Add the flags that choose the knowledge tree and its host tier, unless given.
+
+    Args:
+        arguments: Flags of `sglang serve`.
+        cuda: Whether a CUDA device is there; its prefix attention is FlashInfer.
+
+    Raises:
+        ConfigError: Another radix-cache backend is asked for.
+    """
+    completed = list(arguments)
+    backend = _value(arguments, "--radix-cache-backend")
+    if backend is None:
+        completed += ["--radix-cache-backend", BACKEND]
+    elif backend != BACKEND:
+        raise ConfigError(
+            f"--radix-cache-backend {backend}: `rag-radix serve` is for {BACKEND}; "
+            "use `sglang serve` for another cache"
+        )
+    if not _given(arguments, "--enable-hierarchical-cache", "--enable-hicache"):
+        completed.append("--enable-hierarchical-cache")
+    if cuda and not _given(arguments, "--attention-backend"):
+        completed += ["--attention-backend", "flashinfer"]
+    return completed
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Start the server and return its exit status; returns when it has ended."""
+    import torch
+    from sglang.cli.main import main
+
+    help_only = _given(arguments, "-h", "--help")
+    completed = (
+        list(arguments) if help_only else with_defaults(arguments, cuda=torch.cuda.is_available())
+    )
+    sys.argv = ["sglang", "serve", *completed]
+    main()
+    return 0
+
+
+def _given(arguments: Sequence[str], *flags: str) -> bool:
+    return any(argument.split("=", 1)[0] in flags for argument in arguments)
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    for position, argument in enumerate(arguments):
+        name, separator, value = argument.partition("=")
+        if name == flag:
+            if separator:
+                return value
+            return arguments[position + 1] if position + 1 < len(arguments) else ""
+    return None

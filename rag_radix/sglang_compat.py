@@ -1,0 +1,168 @@
+"""Everything rag-radix relies on inside SGLang, and the check that it is still there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.metadata import version
+from typing import Any
+
+from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
+from sglang.srt.mem_cache.unified_cache.components import ComponentType, FullComponent
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
+    register_tree_core_backend,
+    registered_tree_core_backends,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from rag_radix.errors import IncompatibleSGLangError
+
+__all__ = [
+    "SGLANG_VERSION",
+    "ComponentType",
+    "DriveHostEvictionResult",
+    "FullComponent",
+    "UnifiedRadixCache",
+    "UnifiedTreeCore",
+    "UnifiedTreeNode",
+    "check_sglang",
+    "create_unified_radix_cache",
+    "device_bytes_per_token",
+    "is_finished_unaborted",
+    "register_radix_cache_backend",
+    "register_tree_core_backend",
+    "registered_tree_core_backends",
+    "surface_problems",
+    "time_counter",
+]
+
+SGLANG_VERSION = "0.5.23"
+
+# What our subclasses override or call, with the parameters they rely on.
+_SURFACE: dict[str, tuple[str, ...]] = {
+    "sglang.srt.mem_cache.registry:create_unified_radix_cache": ("ctx", "cache_class"),
+    "sglang.srt.mem_cache.registry:register_radix_cache_backend": ("name", "factory"),
+    "sglang.srt.mem_cache.unified_cache.tree_core_registry:register_tree_core_backend": (
+        "name",
+        "factory",
+    ),
+    **{
+        f"sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.{name}": parameters
+        for name, parameters in {
+            "__init__": ("self", "params"),
+            "init_hicache": ("self", "server_args", "params"),
+            "checkpoint_into_tree": ("self", "req", "up_to", "kwargs"),
+            "sanity_check": ("self",),
+            "_reset_full": ("self",),
+            "_evict_device_leaf": ("self", "node_id", "tracker"),
+            "_apply_eviction_result": ("self", "result"),
+            "_accumulate_tracker": ("self", "tracker", "delta"),
+            "_apply_cache_action": ("self", "action"),
+        }.items()
+    },
+    **{
+        f"sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore.{name}": parameters
+        for name, parameters in {
+            "__init__": ("self", "params", "components"),
+            "reset": ("self",),
+            "_new_node": ("self", "priority"),
+            "_register_node": ("self", "node"),
+            "_split_node": ("self", "key", "child", "split_len"),
+            "_update_evictable_leaf_sets": ("self", "node"),
+            "_evict_host_leaf": (
+                "self",
+                "node",
+                "tracker",
+                "device_frees",
+                "host_frees",
+                "cache_actions",
+            ),
+            "_collect_all_nodes": ("self",),
+            "commit_backup": ("self", "node_id", "host_indices", "comp_xfers"),
+            "commit_load_back": ("self", "node_id", "device_indices", "kv_xfer", "comp_xfers"),
+            "drive_host_eviction": ("self", "component_type", "num_tokens"),
+            "drop_subtree_no_host": ("self", "node_id"),
+            "node_by_id": ("self", "node_id"),
+        }.items()
+    },
+    **{
+        f"sglang.srt.mem_cache.unified_cache.components.full:FullComponent.{name}": parameters
+        for name, parameters in {
+            "__init__": ("self", "cache", "params"),
+            "_evict_device_start": ("self", "request_cnt"),
+            "_evict_device_next_node": (
+                "self",
+                "tracker",
+                "device_frees",
+                "host_frees",
+                "cache_actions",
+            ),
+            "_evict_device_end": ("self",),
+            "drive_host_eviction": (
+                "self",
+                "num_tokens",
+                "tracker",
+                "device_frees",
+                "host_frees",
+                "cache_actions",
+            ),
+        }.items()
+    },
+}
+
+
+def surface_problems() -> list[str]:
+    """What of `_SURFACE` the installed SGLang lacks or has with other parameters."""
+    problems = []
+    for target, parameters in _SURFACE.items():
+        module, _, path = target.partition(":")
+        try:
+            found = importlib.import_module(module)
+            for name in path.split("."):
+                found = getattr(found, name)
+            present = tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{target}: {error}")
+            continue
+        if present != parameters:
+            problems.append(f"{target} takes {present}, expected {parameters}")
+    return problems
+
+
+def check_sglang() -> None:
+    """Raise IncompatibleSGLangError unless the installed SGLang is the one we extend."""
+    installed = version("sglang")
+    if installed != SGLANG_VERSION:
+        raise IncompatibleSGLangError(
+            f"this rag-radix extends SGLang {SGLANG_VERSION}, but {installed} is installed: "
+            f"pip install sglang=={SGLANG_VERSION}"
+        )
+    if problems := surface_problems():
+        raise IncompatibleSGLangError(
+            f"SGLang {installed} differs from the release of that name: " + "; ".join(problems)
+        )
+
+
+def time_counter() -> int:
+    """SGLang's logical clock, advanced; nodes made from now on are younger."""
+    from sglang.srt.mem_cache.unified_cache.components import get_and_increase_time_counter
+
+    return get_and_increase_time_counter()  # type: ignore[no-any-return]
+
+
+def is_finished_unaborted(req: Any) -> bool:
+    """Whether SGLang's request `req` has ended with its answer."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def device_bytes_per_token(tree: UnifiedRadixCache) -> int:
+    """Bytes of KV that one token takes in the device pool."""
+    sizes = tree.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
+    total = sum(sizes) if isinstance(sizes, tuple) else sizes
+    pool = tree.token_to_kv_pool_allocator
+    # The pool has one page more, which padded tokens write to.
+    return int(total // (pool.size + pool.page_size))

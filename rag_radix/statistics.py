@@ -1,0 +1,75 @@
+"""What is known about a tree node's use: the input of every replacement policy."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class DocumentKey(NamedTuple):
+    """Identity of a document inside its namespace (SGLang's `extra_key` and `cache_salt`)."""
+
+    id: str
+    version: str = ""
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(slots=True)
+class NodeStatistics:
+    """Use of one node.
+
+    Attributes:
+        frequency: Retrievals that read the node since it was inserted.
+        document_frequency: Retrievals, at any place, of the document last read through the
+            node; 0 when the node isn't part of a document. Survives the node.
+        cost_per_token_s: Sum over the prefills that computed the node of prefill seconds
+            divided by new tokens.
+        cost_samples: Number of terms in `cost_per_token_s`.
+        last_access: Logical time (retrievals served so far) of the last use.
+    """
+
+    frequency: int = 0
+    document_frequency: int = 0
+    cost_per_token_s: float = 0.0
+    cost_samples: int = 0
+    last_access: int = 0
+
+    @property
+    def mean_cost_per_token_s(self) -> float:
+        return self.cost_per_token_s / self.cost_samples if self.cost_samples else 0.0
+
+    def add_cost(self, seconds: float, new_tokens: int) -> None:
+        self.cost_per_token_s += seconds / new_tokens
+        self.cost_samples += 1
+
+    def copy(self) -> NodeStatistics:
+        """Statistics for the other half of a split: both halves were used alike."""
+        return replace(self)
+
+
+class DocumentFrequencies:
+    """Retrievals per document since start or the last flush, whether cached or not.
+
+    Bounded: beyond `capacity` documents the least recently retrieved one is forgotten
+    (about 250 bytes a document).
+    """
+
+    def __init__(self, capacity: int = 1 << 18) -> None:
+        self._capacity = capacity
+        self._counts: OrderedDict[DocumentKey, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def record(self, document: DocumentKey) -> int:
+        """Count one retrieval of `document` and return its count."""
+        count = self._counts.pop(document, 0) + 1
+        self._counts[document] = count
+        if len(self._counts) > self._capacity:
+            self._counts.popitem(last=False)
+        return count
+
+    def clear(self) -> None:
+        self._counts.clear()

@@ -1,0 +1,167 @@
+"""The tree's nodes, and what inserting, splitting and copying does to their statistics."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rag_radix.sglang_compat import (
+    ComponentType,
+    DriveHostEvictionResult,
+    UnifiedTreeCore,
+    UnifiedTreeNode,
+)
+from rag_radix.statistics import DocumentKey, NodeStatistics
+from rag_radix.tiers import KnowledgeComponent, TierName
+
+
+class Occurrence(NamedTuple):
+    """A document that ends where its node ends, and begins `tokens` before."""
+
+    document: DocumentKey
+    tokens: int
+
+
+class DocumentNode(UnifiedTreeNode):
+    """A run of tokens at its place in the tree: a document, a part of one, or a tail.
+
+    A document occurrence is a chain of nodes, since documents that begin alike share a head
+    and chunked prefill inserts piece by piece; only the chain's last node names it.
+
+    Attributes:
+        statistics: Use of this node.
+        occurrences: Documents that end here; several when ids differ but tokens agree.
+        is_tail: No document has ended here or below: a question, an output, an unannotated
+            prompt. Once text has become part of a document's path it stays so.
+        matched: A later request has used the node or built on it.
+        host_copies: Copies to host made of this node's KV since it was inserted.
+        priorities: By `TierName`, as of the last use.
+        offered: By `TierName`, the priority of the tier's live heap entry, if any.
+    """
+
+    def __init__(self, tree_components: Any, priority: int = 0) -> None:
+        super().__init__(tree_components, priority)
+        self.statistics = NodeStatistics()
+        self.occurrences: tuple[Occurrence, ...] = ()
+        self.is_tail = True
+        self.matched = False
+        self.host_copies = 0
+        self.priorities = [0.0, 0.0]
+        self.offered: list[float | None] = [None, None]
+
+
+class KnowledgeTreeCore(UnifiedTreeCore):
+    """SGLang's Python tree core with document nodes.
+
+    Attributes:
+        access_time: Logical time, set by the cache: retrievals served so far.
+        swapped_out_nodes, swapped_out_tokens: Copied from device to host.
+        loaded_back_tokens: Copied from host to device.
+        splits: Nodes cut in two.
+    """
+
+    def __init__(self, params: Any, components: dict[Any, Any]) -> None:
+        self._component: KnowledgeComponent = components[ComponentType.FULL]
+        self.access_time = 0
+        self.swapped_out_nodes = 0
+        self.swapped_out_tokens = 0
+        self.loaded_back_tokens = 0
+        self.splits = 0
+        super().__init__(params, components)
+
+    def reset(self) -> None:
+        self._component.reset_tiers()
+        super().reset()
+
+    def is_registered(self, node: DocumentNode) -> bool:
+        """Whether `node` is still part of the tree."""
+        return node.id in self._node_arena
+
+    def nodes(self) -> list[DocumentNode]:
+        """All nodes but the root, parents before their children."""
+        return [node for node in self._collect_all_nodes() if node is not self.root_node]
+
+    def path_to(self, node_id: int) -> list[DocumentNode]:
+        """Nodes from below the root to `node_id`, in prompt order."""
+        path = []
+        node = self.node_by_id(node_id)
+        while node is not self.root_node:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+    def split(self, node: DocumentNode, tokens: int) -> tuple[DocumentNode, Any]:
+        """Cut `node` after `tokens`; return the new upper half and SGLang's action, if any.
+
+        `node` keeps its id, locks and place at the bottom. Nothing is freed or copied.
+        """
+        return self._split_node(node.key, node, tokens)
+
+    def refresh_priorities(self, node: DocumentNode) -> None:
+        """Rank `node` by its present statistics and clocks, in both tiers."""
+        for tier in (self._component.device, self._component.host):
+            node.priorities[tier.name] = tier.priority(node.statistics)
+        self._offer(node)
+
+    def _offer(self, node: DocumentNode) -> None:
+        if node in self.evictable_device_leaves:
+            self._component.device.offer(node)
+        if node in self.evictable_host_leaves:
+            self._component.host.offer(node)
+
+    # What happens to a node's statistics, and where SGLang lets us see it happen.
+
+    def _new_node(self, priority: int = 0) -> DocumentNode:
+        node = DocumentNode(self.component_types, priority)
+        node.statistics.last_access = self.access_time
+        node.priorities = [
+            self._component.device.priority(node.statistics),
+            self._component.host.priority(node.statistics),
+        ]
+        self._register_node(node)
+        return node
+
+    def _split_node(self, key: Any, child: DocumentNode, split_len: int) -> tuple[Any, Any]:
+        """Both halves were used alike, so both keep all statistics; the lower half keeps the
+        documents that end there."""
+        upper, action = super()._split_node(key, child, split_len)
+        upper.statistics = child.statistics.copy()
+        upper.is_tail = child.is_tail
+        upper.matched = child.matched
+        upper.host_copies = child.host_copies
+        upper.priorities = list(child.priorities)
+        self.splits += 1
+        return upper, action
+
+    def _update_evictable_leaf_sets(self, node: DocumentNode) -> None:
+        super()._update_evictable_leaf_sets(node)
+        self._offer(node)
+
+    def commit_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
+        """A copy to host begins: the node enters the host tier at that tier's clock."""
+        super().commit_backup(node_id, host_indices, comp_xfers)
+        node = self.node_by_id(node_id)
+        node.host_copies += 1
+        node.priorities[TierName.HOST] = self._component.host.priority(node.statistics)
+        self.swapped_out_nodes += 1
+        self.swapped_out_tokens += len(host_indices)
+
+    def commit_load_back(
+        self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: Any
+    ) -> Any:
+        """A copy to device begins: statistics stay, the host copy too."""
+        self.loaded_back_tokens += len(device_indices)
+        return super().commit_load_back(node_id, device_indices, kv_xfer, comp_xfers)
+
+    def drive_host_eviction(self, component_type: Any, num_tokens: int) -> Any:
+        """SGLang's, without its reclaiming of host copies of device-resident nodes: a
+        reclaimed node would be copied out a second time."""
+        result = DriveHostEvictionResult()
+        self.components_by_type[component_type].drive_host_eviction(
+            num_tokens,
+            result.tracker,
+            result.device_frees,
+            result.host_frees,
+            cache_actions=result.cache_actions,
+        )
+        return result
