@@ -20,7 +20,6 @@ refuses them.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import pkgutil
@@ -35,8 +34,6 @@ from rag_radix.errors import AnnotationError, IncompatibleSGLangError, Unsupport
 from rag_radix.http_routes import add_routes
 
 __all__ = ["TARGETS", "check_front_end", "counters", "install", "selected", "verify"]
-
-logger = logging.getLogger(__name__)
 
 BACKEND = "knowledge-tree"
 WORKER_APP = "rag_radix.http_app:app"
@@ -82,7 +79,7 @@ def verify() -> None:
         IncompatibleSGLangError: SGLang logged a failure to apply one, and went on.
     """
     for name, hook in _installed.items():
-        if not _is_applied(TARGETS[name], hook):
+        if not is_applied(TARGETS[name], hook):
             raise IncompatibleSGLangError(
                 f"The hook on {TARGETS[name]} isn't in place; the log says why. This release of "
                 "rag-radix needs SGLang 0.5.23, and no other plugin may hook that name first"
@@ -110,14 +107,15 @@ def check_front_end(server_args: Any) -> None:
 
 
 def _register(name: str, hook: Callable[..., Any], kind: str) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     if name not in _installed:
-        HookRegistry.register(TARGETS[name], hook, HookType(kind))
+        source = HookSource(plugin_name="rag_radix", dist_name="rag-radix")
+        HookRegistry.register(TARGETS[name], hook, HookType(kind), source=source)
         _installed[name] = hook
 
 
-def _is_applied(target: str, hook: Callable[..., Any]) -> bool:
+def is_applied(target: str, hook: Callable[..., Any]) -> bool:
     function = pkgutil.resolve_name(target)
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
@@ -176,9 +174,9 @@ async def _around_native_http(original: Callable[..., Any], obj: Any, request: A
         try:
             _counting_refusals(admit, obj, manager)
         except AnnotationError as error:
-            from fastapi.responses import ORJSONResponse
+            from fastapi.responses import JSONResponse
 
-            return ORJSONResponse({"error": {"message": str(error)}}, status_code=400)
+            return JSONResponse({"error": {"message": str(error)}}, status_code=400)
     return await original(obj, request)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import ORJSONResponse
+import orjson
+from fastapi import FastAPI, HTTPException, Response
 
 from rag_radix.admission import counters
 
@@ -19,10 +19,10 @@ STATS_PATH = "/rag/stats"
 def add_routes(app: FastAPI, tokenizer_manager: Any) -> None:
     """Add the routes to SGLang's app."""
 
-    async def rag_stats() -> ORJSONResponse:
+    async def rag_stats() -> Response:
         """Statistics of every data-parallel rank, and what came through this process's door."""
         states = await tokenizer_manager.get_internal_state()
-        return ORJSONResponse(assemble(states))
+        return Response(orjson.dumps(assemble(states)), media_type="application/json")
 
     app.add_api_route(STATS_PATH, rag_stats, methods=["GET"])
 

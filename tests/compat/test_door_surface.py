@@ -1,0 +1,206 @@
+"""What the door relies on in SGLang; each test fails when that changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+from rag_radix import door
+
+PARAMETERS = {
+    "generate": ["self", "obj", "request"],
+    "manager_ready": ["self"],
+    "workers": ["self", "server_args", "port_args"],
+    "native_http": ["obj", "request"],
+    "chat": ["self", "request", "raw_request"],
+    "chat_conversation": ["self", "request", "is_multimodal"],
+    "chat_encode": ["tokenizer", "text", "encode_kwargs"],
+}
+
+
+@pytest.mark.parametrize("name", door.TARGETS)
+def test_hooked_functions_take_what_the_hooks_take(name: str) -> None:
+    function = pkgutil.resolve_name(door.TARGETS[name])
+    assert list(inspect.signature(function).parameters) == PARAMETERS[name]
+
+
+def test_requests_have_the_fields_that_admission_reads() -> None:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    names = {field.name for field in dataclasses.fields(GenerateReqInput)}
+    assert {"text", "input_ids", "sampling_params", "session_params"} <= names
+    assert callable(GenerateReqInput.contains_mm_input)
+
+
+def test_server_arguments_have_the_fields_that_the_gates_read() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    names = inspect.signature(ServerArgs).parameters.keys()
+    assert {"radix_cache_backend", "smg_grpc_mode", "grpc_mode"} <= names
+
+
+def test_extra_http_workers_import_the_app_that_the_variable_names() -> None:
+    from sglang.srt.environ import envs
+
+    assert envs.SGLANG_HTTP_SERVER_APP_PATH.name == door.WORKER_APP_VARIABLE
+    assert envs.SGLANG_HTTP_SERVER_APP_PATH.get() == "sglang.srt.entrypoints.http_server:app"
+    assert isinstance(envs.SGLANG_RUST_SERVER.get(), bool)
+
+
+def test_the_manager_has_what_admission_reads() -> None:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    source = inspect.getsource(TokenizerManager)
+    for name in ("tokenizer", "context_len", "max_req_input_len", "allow_auto_truncate"):
+        assert f"self.{name} = " in source
+
+
+def run(program: str) -> str:
+    """Run a program in a fresh interpreter: hooks stay in a process once applied."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+START = """
+from types import SimpleNamespace
+from sglang.srt.plugins.hook_registry import HookRegistry
+from rag_radix import door
+import sglang.srt.entrypoints.http_server as http_server
+door.install()
+door.install()
+HookRegistry.apply_hooks()
+def paths():
+    return [getattr(route, "path", None) for route in http_server.app.routes]
+def ready(backend):
+    manager = SimpleNamespace(server_args=SimpleNamespace(radix_cache_backend=backend))
+    door._after_manager_ready(None, manager)
+"""
+
+
+def test_all_hooks_are_applied_once_the_knowledge_tree_is_selected() -> None:
+    run(
+        START
+        + """
+door.verify()
+ready("knowledge-tree")
+assert door.TARGETS.keys() == door._installed.keys()
+assert "/rag/stats" in paths()
+"""
+    )
+
+
+def test_without_the_knowledge_tree_the_http_server_stays_as_it_is() -> None:
+    run(
+        START
+        + """
+import pkgutil
+before = {t: pkgutil.resolve_name(t) for t in door.TARGETS.values()}
+routes = paths()
+ready(None)
+assert {t: pkgutil.resolve_name(t) for t in door.TARGETS.values()} == before
+assert paths() == routes
+assert not hasattr(pkgutil.resolve_name(door.TARGETS["native_http"]), "__wrapped__")
+"""
+    )
+
+
+def test_a_hook_that_could_not_be_applied_stops_the_start() -> None:
+    run(
+        START
+        + """
+from rag_radix.errors import IncompatibleSGLangError
+HookRegistry._patched.add(door.TARGETS["chat"])
+try:
+    ready("knowledge-tree")
+except IncompatibleSGLangError as error:
+    assert door.TARGETS["chat"] in str(error)
+else:
+    raise AssertionError("the missing hook went unnoticed")
+"""
+    )
+
+
+def test_a_scheduler_does_not_import_the_tokenizer_manager_for_the_door() -> None:
+    run(
+        """
+import multiprocessing, sys
+multiprocessing.parent_process = lambda: object()
+from rag_radix import door
+door.install()
+assert not door._installed
+assert "sglang.srt.managers.tokenizer_manager" not in sys.modules
+assert "sglang.srt.entrypoints.http_server" not in sys.modules
+"""
+    )
+
+
+WORKERS = """
+import os
+from types import SimpleNamespace
+from rag_radix import door
+from rag_radix.errors import UnsupportedError
+def start(backend):
+    door._before_workers(None, SimpleNamespace(radix_cache_backend=backend), None)
+"""
+
+
+def test_extra_http_workers_are_given_the_app_that_loads_plugins() -> None:
+    run(
+        WORKERS
+        + """
+start(None)
+assert door.WORKER_APP_VARIABLE not in os.environ
+start("knowledge-tree")
+assert os.environ[door.WORKER_APP_VARIABLE] == "rag_radix.http_app:app"
+start("knowledge-tree")
+"""
+    )
+
+
+def test_an_app_of_the_users_own_is_refused_for_the_workers() -> None:
+    run(
+        WORKERS
+        + """
+os.environ[door.WORKER_APP_VARIABLE] = "mine:app"
+try:
+    start("knowledge-tree")
+except UnsupportedError as error:
+    assert "mine:app" in str(error)
+else:
+    raise AssertionError
+"""
+    )
+
+
+def test_front_ends_without_the_python_tokenizer_manager_are_refused() -> None:
+    run(
+        """
+import os
+from types import SimpleNamespace
+from rag_radix import door
+from rag_radix.errors import UnsupportedError
+def refused(**modes):
+    args = SimpleNamespace(**{"smg_grpc_mode": False, "grpc_mode": False, **modes})
+    try:
+        door.check_front_end(args)
+    except UnsupportedError as error:
+        return str(error)
+assert refused() is None
+assert "--smg-grpc-mode" in refused(smg_grpc_mode=True)
+assert "--smg-grpc-mode" in refused(grpc_mode=True)
+os.environ["SGLANG_RUST_SERVER"] = "1"
+assert "SGLANG_RUST_SERVER" in refused()
+"""
+    )
