@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rag_radix_frontend.annotate import annotate
     from rag_radix_frontend.build import build_index
     from rag_radix_frontend.document import Document
     from rag_radix_frontend.encoders import CallableEncoder, Encoder, load_encoder
     from rag_radix_frontend.endpoint import RagEndpoint
     from rag_radix_frontend.errors import FrontendError
+    from rag_radix_frontend.messages import annotate
     from rag_radix_frontend.retrieve import rag_retrieve
     from rag_radix_frontend.retrieved_text import RetrievedText
     from rag_radix_frontend.retriever import FaissRetriever, Retriever, ScoredDocument, Stage
@@ -30,7 +30,7 @@ _MODULES = {
     "Retriever": "retriever",
     "ScoredDocument": "retriever",
     "Stage": "retriever",
-    "annotate": "annotate",
+    "annotate": "messages",
     "build_index": "build",
     "load_encoder": "encoders",
     "rag_retrieve": "retrieve",

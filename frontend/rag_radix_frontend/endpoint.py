@@ -37,7 +37,7 @@ class _Requests:
     cancelled: bool = False
 
 
-class RagEndpoint(RuntimeEndpoint):  # type: ignore[misc]
+class RagEndpoint(RuntimeEndpoint):
     """`sgl.RuntimeEndpoint`, with three differences.
 
     - Every request whose text holds retrieved documents says where they are, `gen` and

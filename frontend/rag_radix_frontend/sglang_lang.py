@@ -29,7 +29,7 @@ from sglang.lang.ir import SglSelect
 from rag_radix_frontend.errors import IncompatibleSGLangError
 
 
-class ComputedText(SglSelect, ABC):  # type: ignore[misc]
+class ComputedText(SglSelect, ABC):
     """An expression that appends a text computed when its turn comes, and names it."""
 
     def __init__(self, name: str) -> None:
@@ -40,7 +40,7 @@ class ComputedText(SglSelect, ABC):  # type: ignore[misc]
         """The text; called on the state's thread, with the backend the program runs on."""
 
 
-class RagStreamExecutor(StreamExecutor):  # type: ignore[misc]
+class RagStreamExecutor(StreamExecutor):
     """A stream executor that computes texts and hands its failure to the program."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +123,7 @@ class RagStreamExecutor(StreamExecutor):  # type: ignore[misc]
             self.stream_text_event.set()
 
 
-class RagProgramState(ProgramState):  # type: ignore[misc]
+class RagProgramState(ProgramState):
     """A program state whose readers get the failure instead of an incomplete text."""
 
     def text(self) -> str:
@@ -163,7 +163,7 @@ class RagProgramState(ProgramState):  # type: ignore[misc]
         return f"ProgramState({self.stream_executor.text()!r})"
 
 
-class RagProgramStateGroup(ProgramStateGroup):  # type: ignore[misc]
+class RagProgramStateGroup(ProgramStateGroup):
     """A group of forks whose join raises the failure of one of them."""
 
     def join(self, mode: str = "gather_variable") -> None:

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+from rag_radix_frontend import Document, annotate
+from rag_radix_frontend.errors import ArgumentError
+
+CATS = Document("cats", "Cats purr.\n", version="3")
+DOGS = Document("dogs", "Dogs bark.")
+MESSAGES = [
+    {"role": "system", "content": "Use these."},
+    {"role": "user", "content": "Cats purr.\n\nDogs bark.\n\nWhich purr?"},
+]
+
+
+def test_documents_travel_as_text_with_their_identity() -> None:
+    assert annotate(MESSAGES, [CATS, DOGS]) == {
+        "custom_params": {
+            "rag": {
+                "documents": [
+                    {"id": "cats", "version": "3", "text": "Cats purr."},
+                    {"id": "dogs", "text": "Dogs bark."},
+                ]
+            }
+        }
+    }
+
+
+def test_strict_is_sent_on_request() -> None:
+    assert annotate(MESSAGES, [CATS], strict=True)["custom_params"]["rag"]["strict"] is True
+
+
+def test_a_document_that_is_not_in_the_messages_is_named() -> None:
+    with pytest.raises(ArgumentError, match="'moon'"):
+        annotate(MESSAGES, [CATS, Document("moon", "The moon.")])
+
+
+def test_a_document_out_of_order_is_named_with_the_one_before_it() -> None:
+    with pytest.raises(ArgumentError, match=r"'cats'.*after document 'dogs'"):
+        annotate(MESSAGES, [DOGS, CATS])
+
+
+def test_a_text_quoted_once_cannot_stand_for_two_documents() -> None:
+    with pytest.raises(ArgumentError, match="'copy'"):
+        annotate(MESSAGES, [DOGS, Document("copy", DOGS.text)])
+
+
+def test_documents_may_spread_over_messages_and_content_parts() -> None:
+    parts = [
+        {"type": "image_url", "image_url": {"url": "x"}},
+        {"type": "text", "text": "Dogs bark."},
+    ]
+    messages = [
+        {"role": "user", "content": "Cats purr."},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": parts},
+    ]
+    found = annotate(messages, [CATS, DOGS])["custom_params"]["rag"]["documents"]
+    assert [d["id"] for d in found] == ["cats", "dogs"]
+
+
+def test_a_document_of_white_space_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="'blank'"):
+        annotate(MESSAGES, [Document("blank", " \n")])
