@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import orjson
@@ -37,7 +38,7 @@ class PrefillCostTable:
             ("cached_tokens", self.cached_tokens, 0),
             ("new_tokens", self.new_tokens, 1),
         ):
-            ascending = all(a < b for a, b in zip(grid, grid[1:], strict=False))
+            ascending = all(a < b for a, b in pairwise(grid))
             if len(grid) < 2 or not ascending or grid[0] < lowest:
                 raise ConfigError(
                     f"{name}={list(grid)} of the prefill-cost table: give at least two "

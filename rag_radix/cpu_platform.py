@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 _ACCELERATORS = ("cuda", "xpu", "npu", "mps", "hpu", "musa")
-# The part of the free memory that the device tier of the KV cache may take by default.
+# What the device tier of the KV cache takes by default: a part of the free memory, but no more
+# than what is cleared in a few seconds at start.
 KV_MEMORY_FRACTION = 0.25
+KV_MEMORY_LIMIT_BYTES = 8 << 30
 
 
 def activate() -> str | None:
@@ -47,10 +49,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     - `--attention-backend rag_prefix`.
     - `--hicache-io-backend direct` and `--hicache-mem-layout layer_first`, the only pair that
       works here: SGLang's defaults for the two count as left open.
-    - `--max-total-tokens`: as many as fit in a quarter of the free memory. SGLang would fill
-      most of the machine, since it takes the device for its own; on a CPU the same memory
-      serves the host tier, activations and every other program. It applies only while
-      `--mem-fraction-static` isn't set either.
+    - `--max-total-tokens`: as many as fit in a quarter of the free memory, 8 GiB at most.
+      SGLang would fill most of the machine, since it takes the device for its own; on a CPU
+      the same memory serves the host tier, activations and every other program. It applies
+      only while `--mem-fraction-static` isn't set either.
+    - `--sleep-on-idle`: an idle scheduler would otherwise keep a core busy.
     """
 
     _enum = PlatformEnum.OOT
@@ -85,10 +88,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.enable_hierarchical_cache:
             _apply_host_tier_defaults(server_args)
         if given["max_total_tokens"] is None and given["mem_fraction_static"] is None:
-            bytes_per_token = _kv_bytes_per_token(server_args)
-            server_args.max_total_tokens = int(
-                get_free_cpu_memory() * KV_MEMORY_FRACTION // bytes_per_token
-            )
+            kv_bytes = min(get_free_cpu_memory() * KV_MEMORY_FRACTION, KV_MEMORY_LIMIT_BYTES)
+            server_args.max_total_tokens = int(kv_bytes // _kv_bytes_per_token(server_args))
+        server_args.sleep_on_idle = True
 
 
 def _apply_host_tier_defaults(server_args: Any) -> None:

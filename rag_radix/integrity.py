@@ -41,11 +41,12 @@ def check_integrity(tree: KnowledgeTree) -> None:
         f"{tree.protected_size()} protected"
     )
     allocator = tree.token_to_kv_pool_allocator
+    capacity = allocator.size // tree.page_size * tree.page_size
     accounted = allocator.available_size() + device_tokens
     idle = tree.protected_size() == 0
-    assert accounted == allocator.size if idle else accounted <= allocator.size, (
+    assert accounted == capacity if idle else accounted <= capacity, (
         f"device tier: {allocator.available_size()} free + {device_tokens} cached tokens "
-        f"of {allocator.size}"
+        f"of {capacity}"
     )
     if tree.cache_controller is not None:
         host_tokens = _count_disjoint(host_slots, "host")

@@ -292,9 +292,7 @@ class Harness:
     def ends(self) -> dict[str, Any]:
         """The node at which each document ends, by id; the last one when there are several."""
         return {
-            occurrence.document.id: node
-            for node in self.nodes()
-            for occurrence in node.occurrences
+            occurrence.document.id: node for node in self.nodes() for occurrence in node.occurrences
         }
 
     def on_device(self, name: str) -> bool:

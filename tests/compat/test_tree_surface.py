@@ -1,0 +1,73 @@
+"""Fails when SGLang changes what the knowledge tree is built on."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from rag_radix import sglang_compat
+from rag_radix.errors import IncompatibleSGLangError
+from rag_radix.knowledge_tree import KnowledgeTree
+from rag_radix.tiers import KnowledgeComponent
+from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore
+
+
+def test_the_installed_sglang_is_the_one_we_extend():
+    assert sglang_compat.surface_problems() == []
+    sglang_compat.check_sglang()
+
+
+def test_a_changed_signature_and_a_missing_name_are_found(monkeypatch):
+    monkeypatch.setattr(
+        sglang_compat.UnifiedTreeCore, "_split_node", lambda self, node, length: None
+    )
+    monkeypatch.delattr(sglang_compat.UnifiedTreeCore, "_evict_host_leaf")
+    problems = " ".join(sglang_compat.surface_problems())
+    assert "_split_node takes ('self', 'node', 'length')" in problems
+    assert "_evict_host_leaf" in problems
+    with pytest.raises(IncompatibleSGLangError, match="_split_node"):
+        sglang_compat.check_sglang()
+
+
+def test_another_version_is_refused_by_number(monkeypatch):
+    monkeypatch.setattr(sglang_compat, "version", lambda name: "0.5.24")
+    with pytest.raises(IncompatibleSGLangError, match=r"0\.5\.24.*sglang==0\.5\.23"):
+        sglang_compat.check_sglang()
+
+
+@pytest.mark.parametrize(
+    ("ours", "base"),
+    [
+        (KnowledgeTree, sglang_compat.UnifiedRadixCache),
+        (KnowledgeTreeCore, sglang_compat.UnifiedTreeCore),
+        (KnowledgeComponent, sglang_compat.FullComponent),
+    ],
+)
+def test_every_method_we_override_is_on_the_checked_list(ours, base):
+    overridden = {
+        name
+        for name, value in vars(ours).items()
+        if inspect.isfunction(value) and hasattr(base, name) and name != "__subclasshook__"
+    }
+    listed = {
+        target.rpartition(".")[2]
+        for target in sglang_compat._SURFACE
+        if target.partition(":")[2].startswith(base.__name__ + ".")
+    }
+    assert overridden <= listed
+
+
+def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
+    base = set(vars(sglang_compat.UnifiedTreeNode((), 0)))
+    ours = {
+        "statistics",
+        "occurrences",
+        "is_tail",
+        "matched",
+        "host_copies",
+        "priorities",
+        "offered",
+    }
+    assert ours.isdisjoint(base)
+    assert ours | base == set(vars(DocumentNode((), 0)))

@@ -1,0 +1,191 @@
+"""What is counted, when, and what splits, retries and speculations do to it."""
+
+from __future__ import annotations
+
+import pytest
+from tree_harness import harness
+from unit.tree.prompts import document, prompt
+
+
+def frequencies(h, names):
+    return [h.ends()[name].statistics.frequency for name in names]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("chunk", [None, 16, 64])
+def test_a_retrieval_counts_each_node_of_its_path_once(page_size, chunk):
+    with harness(device_tokens=1000, page_size=page_size) as h:
+        tokens, spans = prompt("a", "b", question_tokens=33)
+        for _ in range(3):
+            h.serve(tokens, spans, chunk=chunk)
+        assert frequencies(h, "ab") == [3, 3]
+        prompt_nodes = [n for n in h.nodes() if n.statistics.frequency]
+        # The last token of a prompt is never matched, so its node may have been cut.
+        assert {n.statistics.frequency for n in prompt_nodes} <= {1, 2, 3}
+        assert h.tree.counters.requests == 3
+        assert h.tree.counters.documents == 6
+
+
+def test_hits_and_misses_count_alike_and_tiers_are_told_apart():
+    with harness(device_tokens=130, host_tokens=520) as h:
+        for names in (("a", "b"), ("c", "d"), ("a", "b")):
+            h.serve(*prompt(*names))
+        counters = h.tree.counters
+        assert counters.documents == 6
+        assert counters.host_hit_documents == 2
+        assert counters.device_hit_documents == 0
+        assert counters.host_hit_tokens == 80
+        assert counters.device_hit_tokens == 20 + 20
+
+
+def test_document_frequency_survives_the_node_and_not_a_flush():
+    with harness(device_tokens=130) as h:
+        h.serve(*prompt("a"))
+        h.serve(*prompt("a"))
+        h.serve(*prompt("b", "c"))
+        assert "a" not in h.ends()
+        h.serve(*prompt("a"))
+        statistics = h.ends()["a"].statistics
+        assert (statistics.frequency, statistics.document_frequency) == (1, 3)
+        h.tree.reset()
+        h.allocator.clear()
+        h.serve(*prompt("a"))
+        assert h.ends()["a"].statistics.document_frequency == 1
+
+
+def test_only_requests_that_computed_a_node_add_to_its_cost():
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a", "b")
+        for question in range(3):
+            h.serve(*prompt("a", "b", question=question))
+        statistics = h.ends()["a"].statistics
+        cost = h.tree.settings.prefill_cost(0, len(tokens))
+        assert statistics.cost_samples == 1
+        assert statistics.mean_cost_per_token_s == pytest.approx(cost / len(tokens))
+        assert spans
+
+
+def test_both_halves_of_a_split_keep_all_statistics():
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a")
+        h.serve(tokens, spans)
+        h.serve(tokens, spans)
+        whole = h.ends()["a"]
+        known = whole.statistics.copy()
+        partial = [*tokens[:40], 3, 4, 5]
+        req = h.request(partial)
+        req.init_next_round_input(h.tree)  # matching alone splits
+        assert len(whole.key) == 20
+        upper = whole.parent
+        assert upper.statistics == whole.statistics == known
+        assert upper.statistics is not whole.statistics
+        assert (upper.is_tail, upper.matched) == (whole.is_tail, whole.matched)
+        h.check()
+
+
+def test_matching_for_the_queue_counts_nothing():
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a")
+        h.serve(tokens, spans)
+        req = h.request(tokens, spans)
+        for _ in range(5):
+            req.init_next_round_input(h.tree)
+        assert frequencies(h, "a") == [1]
+        assert h.tree.counters.requests == 1
+
+
+def test_a_retracted_request_is_counted_once_and_still_gets_its_documents_named():
+    with harness(device_tokens=400) as h:
+        tokens, spans = prompt("a", "b")
+        req = h.request(tokens, spans)
+        h.admit(req)
+        h.compute(req, 64)
+        h.publish(req)
+        h.drop(req)
+        req.reset_for_retract()
+        h.serve(*prompt(*"xyzuvwtsr"))  # drives the rest out
+        assert "a" not in h.ends()
+        h.admit(req)
+        h.compute(req)
+        h.publish(req)
+        h.finish(req)
+        h.check()
+        assert {"a", "b"} <= set(h.ends())
+        assert h.tree.document_frequencies.record(req.rag_retrieval.document_key(0, req)) == 2
+        assert h.tree.counters.requests == 2
+
+
+def test_parallel_samples_are_one_retrieval():
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a")
+        h.serve(tokens, spans, n=3, max_new_tokens=0, output=())
+        for _ in range(3):
+            h.serve(tokens, spans, n=3)
+        assert frequencies(h, "a") == [1]
+        assert h.tree.counters.requests == 1
+
+
+def test_a_speculation_counts_when_it_has_become_the_answer():
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a")
+        kept = h.request(tokens, spans, speculative=True)
+        h.admit(kept)
+        h.compute(kept)
+        h.publish(kept)
+        assert frequencies(h, "a") == [0]
+        h.decode(kept, 1)
+        h.finish(kept)
+        assert frequencies(h, "a") == [1]
+        cancelled = h.request(tokens, spans, speculative=True)
+        h.admit(cancelled)
+        h.compute(cancelled)
+        h.publish(cancelled)
+        h.decode(cancelled, 1)
+        h.finish(cancelled, aborted=True)
+        assert frequencies(h, "a") == [1]
+        assert h.tree.counters.requests == 1
+        h.check()
+
+
+def test_a_document_read_only_by_a_speculation_gets_a_cost_when_it_is_used():
+    with harness(device_tokens=1000) as h:
+        guess = h.request(*prompt("a"), speculative=True)
+        h.admit(guess)
+        h.compute(guess)
+        h.publish(guess)
+        h.finish(guess, aborted=True)
+        h.serve(*prompt("a", question=2))
+        statistics = h.ends()["a"].statistics
+        alone = h.tree.settings.prefill_cost(20, 40) / 40
+        assert statistics.mean_cost_per_token_s == pytest.approx(alone)
+
+
+def test_a_tail_is_matched_by_a_hit_and_by_being_built_on():
+    with harness(device_tokens=1000) as h:
+        first = prompt("a")
+        h.serve(*first)
+        question = [n for n in h.nodes() if n.is_tail]
+        assert not any(n.matched for n in question)
+        turn = [*first[0], 9_000_001, 9_000_002, *document("next", 5)]
+        h.serve(turn, first[1])
+        assert [n for n in h.nodes() if n.is_tail and n.matched]
+
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a")
+        twins = [h.request(tokens, spans) for _ in range(2)]
+        for twin in twins:
+            h.admit(twin)
+            h.compute(twin)
+        for twin in twins:
+            h.publish(twin)
+        (question,) = [n for n in h.nodes() if n.is_tail]
+        assert question.matched
+        for twin in twins:
+            h.finish(twin)
+        h.check()
+
+
+def test_a_request_does_not_match_its_own_chunks():
+    with harness(device_tokens=1000) as h:
+        h.serve(*prompt("a", question_tokens=100), chunk=16)
+        assert not any(n.matched for n in h.nodes())
