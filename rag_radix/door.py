@@ -33,7 +33,7 @@ from rag_radix.chat import ChatPlacement, current
 from rag_radix.errors import AnnotationError, IncompatibleSGLangError, UnsupportedError
 from rag_radix.http_routes import add_routes
 
-__all__ = ["TARGETS", "check_front_end", "counters", "install", "selected", "verify"]
+__all__ = ["TARGETS", "check_front_end", "counters", "install", "is_applied", "selected", "verify"]
 
 BACKEND = "knowledge-tree"
 WORKER_APP = "rag_radix.http_app:app"
@@ -86,6 +86,17 @@ def verify() -> None:
             )
 
 
+def is_applied(target: str, hook: Callable[..., Any]) -> bool:
+    """Whether calls of `target` go through `hook`."""
+    function = pkgutil.resolve_name(target)
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
 def check_front_end(server_args: Any) -> None:
     """Refuse front ends in which annotations would go unchecked.
 
@@ -115,31 +126,29 @@ def _register(name: str, hook: Callable[..., Any], kind: str) -> None:
         _installed[name] = hook
 
 
-def is_applied(target: str, hook: Callable[..., Any]) -> bool:
-    function = pkgutil.resolve_name(target)
-    while function is not None:
-        cells = getattr(function, "__closure__", None) or ()
-        if any(cell.cell_contents is hook for cell in cells):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
-
-
 def _after_manager_ready(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """The first moment a process knows its configuration: add the rest, or nothing."""
     if not selected(manager.server_args):
         return
+    if _HTTP in sys.modules and "native_http" not in _installed:
+        _install_http()
+    verify()
+
+
+def _install_http() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    http_server = sys.modules.get(_HTTP)
-    if http_server is not None:
-        _register("native_http", _around_native_http, "around")
-        _register("chat", _around_chat, "around")
-        _register("chat_conversation", _after_chat_conversation, "after")
-        _register("chat_encode", _around_chat_encode, "around")
-        HookRegistry.apply_hooks()
-        add_routes(http_server.app, manager)
-    verify()
+    _register("native_http", _around_native_http, "around")
+    _register("chat", _around_chat, "around")
+    _register("chat_conversation", _after_chat_conversation, "after")
+    _register("chat_encode", _around_chat_encode, "around")
+    HookRegistry.apply_hooks()
+    add_routes(sys.modules[_HTTP].app, _http_manager)
+
+
+def _http_manager() -> Any:
+    """The tokenizer manager that the HTTP server of this process uses."""
+    return sys.modules[_HTTP].get_global_state().tokenizer_manager
 
 
 def _before_workers(_router: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -150,9 +159,8 @@ def _before_workers(_router: Any, server_args: Any, *_args: Any, **_kwargs: Any)
     app = envs.SGLANG_HTTP_SERVER_APP_PATH.get()
     if app not in (WORKER_APP, f"{_HTTP}:app"):
         raise UnsupportedError(
-            f"{WORKER_APP_VARIABLE}={app} would load no plugins in the HTTP workers: import the "
-            f"app from {WORKER_APP.partition(':')[0]} in that module and unset the variable, or "
-            "use --tokenizer-worker-num 1"
+            f"{WORKER_APP_VARIABLE}={app} takes the place of the app that reads document "
+            "annotations in the HTTP workers: unset it, or use --tokenizer-worker-num 1"
         )
     os.environ[WORKER_APP_VARIABLE] = WORKER_APP
     verify()
@@ -168,8 +176,7 @@ def _before_generate(manager: Any, request: Any, *_args: Any, **_kwargs: Any) ->
 
 
 async def _around_native_http(original: Callable[..., Any], obj: Any, request: Any) -> Any:
-    http_server = sys.modules[_HTTP]
-    manager = http_server.get_global_state().tokenizer_manager
+    manager = _http_manager()
     if selected(manager.server_args):
         try:
             _counting_refusals(admit, obj, manager)

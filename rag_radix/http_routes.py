@@ -5,6 +5,7 @@ The route needs the same key as SGLang's `/server_info` (`--api-key`, when set).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -16,12 +17,17 @@ STATE_KEY = "rag_radix"
 STATS_PATH = "/rag/stats"
 
 
-def add_routes(app: FastAPI, tokenizer_manager: Any) -> None:
-    """Add the routes to SGLang's app."""
+def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any]) -> None:
+    """Add the routes to SGLang's app.
+
+    Args:
+        app: The app.
+        tokenizer_manager: Finds the tokenizer manager once there are requests.
+    """
 
     async def rag_stats() -> Response:
         """Statistics of every data-parallel rank, and what came through this process's door."""
-        states = await tokenizer_manager.get_internal_state()
+        states = await tokenizer_manager().get_internal_state()
         return Response(orjson.dumps(assemble(states)), media_type="application/json")
 
     app.add_api_route(STATS_PATH, rag_stats, methods=["GET"])

@@ -126,14 +126,21 @@ def normalised(
 
 
 def spans(custom_params: object) -> Annotation | None:
-    """Read the normalised form, without checking it again; None for unannotated requests."""
+    """Read the normalised form, without checking it again; None for unannotated requests.
+
+    What isn't in that form counts as unannotated: it came past the door, out of a process in
+    which SGLang loads no plugins (`Engine.attach_tokenizer_worker`), and must not end a scheduler.
+    """
     rag = custom_params.get(KEY) if isinstance(custom_params, dict) else None
     if rag is None:
         return None
-    documents = tuple(
-        DocumentSpan(d["id"], d["start"], d["end"], d["version"]) for d in rag["documents"]
-    )
-    return Annotation(documents, rag["speculative"])
+    try:
+        documents = tuple(
+            DocumentSpan(d["id"], d["start"], d["end"], d["version"]) for d in rag["documents"]
+        )
+        return Annotation(documents, rag["speculative"]) if rag["unit"] == "token" else None
+    except (KeyError, TypeError):
+        return None
 
 
 def _documents(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -299,24 +301,87 @@ def test_extra_http_workers_place_documents_too(tokenizer: Any) -> None:
         assert "door" in workers.get("/rag/stats")
 
 
-def test_batches_tokenized_together_are_cut_as_well(tokenizer: Any) -> None:
+def test_batch_encoding_named_chat_templates_and_keys_go_through_the_same_door(
+    tokenizer: Any,
+) -> None:
     expected = [pieces_of(tokenizer, PROMPT, [CAT, DOG]), tokenizer.encode(CAT)]
     flags = [*FLAGS, "--radix-cache-backend", "knowledge-tree", "--enable-tokenizer-batch-encode"]
-    with running_server(MODEL, *flags, "--api-key", "secret") as keyed:
-        request = urllib.request.Request(
-            keyed.url + "/generate",
-            data=json.dumps(
-                {
-                    "text": [PROMPT, CAT],
-                    "sampling_params": [sampling(CHARS), sampling()],
-                    "return_prompt_token_ids": True,
-                }
-            ).encode(),
-            headers={"Content-Type": "application/json", "Authorization": "Bearer secret"},
+    chat_template = ["--chat-template", "chatml"]
+    with running_server(MODEL, *flags, *chat_template, "--api-key", "secret") as keyed:
+        replies = post_with_key(
+            keyed,
+            "/generate",
+            {
+                "text": [PROMPT, CAT],
+                "sampling_params": [sampling(CHARS), sampling()],
+                "return_prompt_token_ids": True,
+            },
         )
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            replies = json.load(reply)
         assert [one["prompt_token_ids"] for one in replies] == expected
+        reply = post_with_key(
+            keyed,
+            "/v1/chat/completions",
+            {
+                "model": "m",
+                "messages": MESSAGES,
+                "max_tokens": 4,
+                "return_prompt_token_ids": True,
+                "custom_params": rag({"id": "a", "text": CAT}, strict=True),
+            },
+        )
+        ids = reply["choices"][0]["prompt_token_ids"]
+        assert pieces_of(tokenizer, tokenizer.decode(ids), [CAT]) == ids
         with pytest.raises(urllib.error.HTTPError) as error:
             keyed.get("/rag/stats")
         assert error.value.code == 401
+
+
+def post_with_key(server: Server, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        server.url + path,
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": "Bearer secret"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as reply:
+        return json.load(reply)
+
+
+ENGINE = """
+import sys
+import sglang
+from rag_radix.errors import AnnotationError
+
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1],
+        max_total_tokens=8192,
+        context_length=4096,
+        radix_cache_backend="knowledge-tree",
+    )
+    def generate(**document):
+        rag = {"documents": [{"id": "d", **document}], "unit": "char"}
+        params = {"max_new_tokens": 2, "custom_params": {"rag": rag}}
+        return engine.generate(prompt="The cat sat.", sampling_params=params)
+    try:
+        generate(start=4, end=70)
+    except AnnotationError as error:
+        assert error.field == "rag.documents[0].end"
+    else:
+        raise AssertionError("not refused")
+    assert generate(start=4, end=7)["text"]
+    engine.shutdown()
+"""
+
+
+def test_the_engine_raises_what_the_server_answers(tmp_path: Path) -> None:
+    program = tmp_path / "engine.py"
+    program.write_text(ENGINE)
+    done = subprocess.run(
+        [sys.executable, program, MODEL],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -156,3 +156,13 @@ def test_the_normalised_form_reads_back_and_is_well_formed() -> None:
     custom_params = {"rag": wire.normalised(documents, speculative=True, strict=False)}
     assert wire.spans(custom_params) == Annotation(documents, speculative=True)
     assert wire.parse(custom_params) == wire.RawAnnotation(documents, speculative=True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["rag", [], {}, {"documents": [{}]}, rag(document())["rag"], {"documents": 5}],
+)
+def test_what_came_past_the_door_counts_as_unannotated(value: Any) -> None:
+    assert wire.spans({"rag": value}) is None
+    char = wire.normalised([DocumentSpan("a", 0, 4)], speculative=False, strict=False)
+    assert wire.spans({"rag": {**char, "unit": "char"}}) is None
