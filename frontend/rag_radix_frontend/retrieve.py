@@ -31,7 +31,10 @@ class SglRetrieve(ComputedText):
 
     def compute(self, backend: Any) -> str:
         if not isinstance(self._query, str):
-            raise ArgumentError(f"the query must be text, not {self._query!r}")
+            raise ArgumentError(
+                f"the query must be text, not {self._query!r}; text that the model generates is "
+                "read from the state, as in s['query']"
+            )
         if not getattr(backend, "carries_documents", False):
             warnings.warn(
                 f"{type(backend).__name__} doesn't tell the server which documents a prompt "
@@ -72,10 +75,12 @@ def rag_retrieve(
     Raises:
         ArgumentError: k, name, template or retriever can't work.
     """
+    # A traced program's arguments are placeholders, and what is traced never runs.
+    if any(isinstance(given, SglExpr) for given in (retriever, query, k, name, template)):
+        return SglRetrieve(retriever, query, k, name, render=lambda document: document.text)
     if not isinstance(retriever, Retriever):
         raise ArgumentError(f"{retriever!r} is no retriever: it has no retrieve(query, k)")
-    # A traced program's query is a placeholder, an expression.
-    if not isinstance(query, str | SglExpr):
+    if not isinstance(query, str):
         raise ArgumentError(f"the query must be text, not {query!r}")
     if not isinstance(k, int) or k < 1:
         raise ArgumentError(f"k must be a whole number of at least 1, not {k!r}")

@@ -76,6 +76,9 @@ class RagStreamExecutor(StreamExecutor):
             raise
 
     def fork(self, *args: Any, **kwargs: Any) -> list[RagStreamExecutor]:
+        # SGLang has a text computed once before its forks share it, but asks whether there is
+        # any before it waits for what was appended.
+        self.sync()
         forks: list[RagStreamExecutor] = super().fork(*args, **kwargs)
         if self.failure is not None:
             for executor in forks:

@@ -89,7 +89,10 @@ class StubServer:
                 """Quiet."""
 
             def do_GET(self) -> None:
-                self._send(200, {"model_path": "stub"})
+                if self.path == "/get_model_info":
+                    self._send(200, {"model_path": "stub"})
+                else:
+                    self._send(404, {"error": f"no route {self.path}"})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -160,10 +163,3 @@ def stub() -> Iterator[StubServer]:
     server = StubServer()
     yield server
     server.close()
-
-
-def annotated(body: dict[str, Any]) -> dict[str, str]:
-    """The documents of a recorded request: id to the text its range covers."""
-    rag = body["sampling_params"]["custom_params"]["rag"]
-    assert rag["unit"] == "char"
-    return {d["id"]: body["text"][d["start"] : d["end"]] for d in rag["documents"]}

@@ -1,0 +1,165 @@
+"""Programs with `rag_retrieve()` on the real server, with real embeddings and a real index."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import orjson
+import pytest
+import sglang as sgl
+from e2e.cpu_server import Server, running_server
+from rag_radix_frontend import FaissRetriever, RagEndpoint, annotate, build_index, rag_retrieve
+from rag_radix_frontend.errors import RequestAborted
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.filterwarnings("ignore:Error in stream_executor"),
+]
+
+MODEL = Path(__file__).parents[2] / ".cache" / "models" / "SmolLM2-135M-Instruct"
+FLAGS = ["--max-total-tokens", "8192", "--context-length", "4096", "--dtype", "float32"]
+QUESTION = "How does the with statement work?"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server(MODEL, *FLAGS, "--radix-cache-backend", "knowledge-tree") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def backend(server: Server) -> RagEndpoint:
+    return RagEndpoint(server.url, chat_template_name="chatml", strict=True)
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory: pytest.TempPathFactory) -> FaissRetriever:
+    folder = tmp_path_factory.mktemp("frontend")
+    with (folder / "topics.jsonl").open("wb") as out:
+        for name in sorted(topics):
+            line = {"id": name, "version": "3.11", "text": topics[name][:600]}
+            out.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    build_index(folder / "topics.jsonl", folder / "index")
+    return FaissRetriever.open(folder / "index")
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(server: Server) -> None:
+    server.flush_cache()
+
+
+@sgl.function
+def answer(s: Any, retriever: FaissRetriever, question: str, k: int = 2) -> None:
+    s += sgl.system("Answer from the documents.")
+    s += sgl.user(rag_retrieve(retriever, question, k=k) + question)
+    s += sgl.assistant(sgl.gen("answer", max_tokens=8, temperature=0))
+
+
+def cached_tokens(state: Any, name: str = "answer") -> int:
+    count: int = state.get_meta_info(name)["cached_tokens"]
+    return count
+
+
+def test_documents_of_a_program_become_nodes_of_the_tree(
+    server: Server, backend: RagEndpoint, retriever: FaissRetriever
+) -> None:
+    state = answer.run(retriever=retriever, question=QUESTION, backend=backend)
+    assert state["answer"]
+    assert "with" in state["docs"].ids
+    assert server.get("/rag/stats")["documents"]["device"] == 2
+
+
+def test_the_same_documents_are_read_once_whatever_is_asked(
+    backend: RagEndpoint, retriever: FaissRetriever
+) -> None:
+    @sgl.function
+    def ask(s: Any, question: str) -> None:
+        s += rag_retrieve(retriever, QUESTION, k=2) + question + sgl.gen("answer", max_tokens=2)
+
+    first = ask.run(question="What is it?", backend=backend)
+    assert cached_tokens(first) == 0
+    second = ask.run(question="Who wrote it?", backend=backend)
+    documents_tokens = first.get_meta_info("answer")["prompt_tokens"] - 10
+    assert cached_tokens(second) >= documents_tokens
+
+
+def test_streaming_gives_the_same_answer(backend: RagEndpoint, retriever: FaissRetriever) -> None:
+    arguments = {"retriever": retriever, "question": QUESTION, "backend": backend}
+    whole = answer.run(**arguments)["answer"]
+    assert "".join(answer.run(**arguments, stream=True).text_iter("answer")) == whole
+
+
+def test_two_hops_and_forks_and_a_choice(backend: RagEndpoint, retriever: FaissRetriever) -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += rag_retrieve(retriever, QUESTION, k=1, name="first")
+        s += "In one word: " + sgl.gen("hop", max_tokens=3, temperature=0)
+        s += rag_retrieve(retriever, "exceptions", k=1, name="second")
+        forks = s.fork(2)
+        forks += lambda i: f"Question {i}: " + sgl.gen("part", max_tokens=3, temperature=0)
+        forks.join()
+        s += "The topic is " + sgl.select("topic", ["cooking", "Python"])
+
+    state = program.run(backend=backend)
+    assert state["topic"] in ("cooking", "Python")
+    assert len(state["part"]) == 2
+    assert state.error() is None
+
+
+def test_a_batch_answers_as_one_by_one(backend: RagEndpoint, retriever: FaissRetriever) -> None:
+    questions = [QUESTION, "What is a list?", "What does raise do?", QUESTION]
+    arguments = [{"retriever": retriever, "question": q} for q in questions]
+    batch = [state["answer"] for state in answer.run_batch(arguments, backend=backend)]
+    assert batch == [answer.run(**a, backend=backend)["answer"] for a in arguments]
+
+
+def test_several_samples_come_as_a_list(backend: RagEndpoint, retriever: FaissRetriever) -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += rag_retrieve(retriever, QUESTION) + sgl.gen("answer", n=2, max_tokens=3)
+
+    assert len(program.run(backend=backend)["answer"]) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cancelling_ends_a_long_generation(
+    server: Server, backend: RagEndpoint, retriever: FaissRetriever, stream: bool
+) -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += rag_retrieve(retriever, QUESTION)
+        s += sgl.gen("answer", max_tokens=3000, ignore_eos=True)
+
+    state = program.run(backend=backend, stream=stream)
+    canceller = threading.Timer(1.0, backend.cancel, [state])
+    canceller.start()
+    with pytest.raises(RequestAborted):
+        list(state.text_iter("answer"))
+    canceller.join()
+    assert server.generate(text="Hello", sampling_params={"max_new_tokens": 2})["text"]
+
+
+def test_a_stock_endpoint_runs_the_program(
+    server: Server, backend: RagEndpoint, retriever: FaissRetriever
+) -> None:
+    stock = sgl.RuntimeEndpoint(server.url, chat_template_name="chatml")
+    arguments = {"retriever": retriever, "question": QUESTION}
+    with pytest.warns(UserWarning, match="RuntimeEndpoint doesn't tell"):
+        assert answer.run(**arguments, backend=stock)["answer"]
+    assert server.get("/rag/stats")["documents"]["device"] == 0
+
+
+def test_chat_completions_take_annotated_messages(
+    server: Server, retriever: FaissRetriever
+) -> None:
+    documents = [retriever.store.by_id(name) for name in ("with", "raise")]
+    quoted = "\n\n".join(document.text for document in documents)
+    messages = [{"role": "user", "content": f"{quoted}\n\n{QUESTION}"}]
+    body = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0}
+    reply = server.post("/v1/chat/completions", body | annotate(messages, documents, strict=True))
+    assert reply["choices"][0]["message"]["content"]
+    assert server.get("/rag/stats")["documents"]["device"] == 2
