@@ -33,14 +33,14 @@ DEMO = ROOT / ".cache" / "demo"
 QUESTIONS = (
     "What does the assert statement do?",
     "What does the break statement do in a loop?",
-    "What happens to the else clause when break leaves a loop?",
-    "What is a lambda expression?",
+    "What is a lambda used for?",
     "What is a context manager used for?",
+    "What happens to the else clause when break leaves a loop?",
     "What is a boolean?",
+    "What is an assert statement used for?",
+    "When do I use a context manager?",
     "How do I delete a variable?",
-    "What does the break statement do to a loop?",
-    "What is the difference between nonlocal and global?",
-    "What does the assert statement do in a program?",
+    "What is a boolean value?",
 )
 
 # Three to four prompts of the demo fit into the GPU tier; the host tier holds four times that.
@@ -180,7 +180,9 @@ def finish(answers: Sequence[Answer], server: Server, options: Options, model: P
     if len(answers) > 1:
         show_summary(answers)
     if answers:
-        show_stats(server.stats())
+        import torch  # loaded by SGLang already
+
+        show_stats(server.stats(), has_gpu=torch.cuda.is_available())
     print("\nNext")
     if options.keep:
         print(f"    the server runs on at {server.url}, log in {server.log}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ def show_summary(answers: Sequence[Answer]) -> None:
         show_row(f"{number:2}", answer.question, cells, answer.ttft_s, [answer])
     mean_s = sum(answer.ttft_s for answer in answers) / len(answers)
     show_row("", "all (mean TTFT)", cells, mean_s, answers)
+    show_gain(answers)
 
 
 def show_row(number: str, label: str, cells: int, ttft_s: float, answers: Sequence[Answer]) -> None:
@@ -78,11 +80,24 @@ def show_row(number: str, label: str, cells: int, ttft_s: float, answers: Sequen
     )
 
 
-def show_stats(stats: dict[str, Any]) -> None:
+def show_gain(answers: Sequence[Answer]) -> None:
+    """Print what caching was worth, when there are answers of both kinds to compare."""
+    warm = [one.ttft_s for one in answers if one.computed_tokens * 2 <= one.prompt_tokens]
+    cold = [one.ttft_s for one in answers if one.computed_tokens * 2 > one.prompt_tokens]
+    if warm and cold:
+        print(
+            f"\nMedian time to first token: {statistics.median(warm):.2f} s where half of the "
+            f"prompt or more\nwas cached ({len(warm)} of {len(answers)}), "
+            f"{statistics.median(cold):.2f} s for the others."
+        )
+
+
+def show_stats(stats: dict[str, Any], *, has_gpu: bool) -> None:
     """Print the tree's own report: tiers, evictions and copies."""
     device, host, swap = stats["device"], stats["host"], stats["swap"]
     width = terminal_width()
-    print(f"\n{bold('The knowledge tree')} (policy {stats['policy']})")
+    note = "" if has_gpu else "; no GPU here, so its GPU tier is in main memory as well"
+    print(f"\n{bold('The knowledge tree')} (policy {stats['policy']}{note})")
     for label, tier in (("GPU tier", device), ("host tier", host)):
         show_field(
             label,
@@ -90,17 +105,11 @@ def show_stats(stats: dict[str, Any]) -> None:
             f"{tier['documents']} documents, {tier['evicted_tokens']:,} tokens evicted",
             width,
         )
-    show_field(
-        "copies",
-        f"{swap['out_tokens']:,} tokens to host ({swap['out_bytes'] / 1e6:.1f} MB), "
-        f"{swap['in_tokens']:,} back to the GPU; no node was copied to host more than "
-        f"{times(swap['most_copies_of_a_node'])}",
-        width,
-    )
-
-
-def times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+    copies, most = f"{swap['out_tokens']:,} tokens to host", swap["most_copies_of_a_node"]
+    if most:
+        often = "once" if most == 1 else f"{most} times"
+        copies += f" ({swap['out_bytes'] / 1e6:.1f} MB, no node more than {often})"
+    show_field("copies", f"{copies}, {swap['in_tokens']:,} back to the GPU tier", width)
 
 
 def show_field(label: str, text: str, width: int) -> None:

@@ -138,5 +138,14 @@ def test_the_bar_always_has_the_same_length(device: int) -> None:
 
 def test_the_summary_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     report.show_summary([make_answer(100, 50, 200), make_answer(0, 0, 200)])
-    total = capsys.readouterr().out.splitlines()[-1].split()
-    assert total[-4:] == ["100", "50", "250", "38%"]
+    total = next(line for line in capsys.readouterr().out.splitlines() if "mean TTFT" in line)
+    assert total.split()[-4:] == ["100", "50", "250", "38%"]
+
+
+def test_the_gain_is_shown_only_where_there_is_something_to_compare(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report.show_summary([make_answer(), make_answer()])
+    assert "Median" not in capsys.readouterr().out
+    report.show_summary([make_answer(), make_answer(0, 0)])
+    assert "Median" in capsys.readouterr().out
