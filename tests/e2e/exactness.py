@@ -1,0 +1,171 @@
+"""Prompts over shared documents, the answers they must get, and how to ask for them."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from e2e.cpu_server import Server
+from transformers import AutoTokenizer
+
+MODEL = Path(__file__).parents[2] / ".cache" / "models" / "SmolLM2-135M-Instruct"
+OUTPUT_TOKENS = 8
+STRICT = {
+    "OMP_NUM_THREADS": "2",
+    "RAG_RADIX_CHECK_INTEGRITY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids with its document spans."""
+
+    tokens: tuple[int, ...]
+    documents: tuple[tuple[str, int, int], ...]
+
+    def body(self, output_tokens: int = OUTPUT_TOKENS, **fields: Any) -> dict[str, Any]:
+        """A greedy `/generate` request."""
+        documents = [{"id": n, "start": s, "end": e} for n, s, e in self.documents]
+        sampling = {
+            "temperature": 0,
+            "max_new_tokens": output_tokens,
+            "ignore_eos": True,
+            "custom_params": {"rag": {"documents": documents, "unit": "token"}},
+        }
+        return {"input_ids": list(self.tokens), "sampling_params": sampling, **fields}
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    device_hit: int
+    host_hit: int
+
+
+def make_prompts(count: int, *, page_size: int, chunk_tokens: int, seed: int = 7) -> list[Prompt]:
+    """Prompts of 1 to 5 documents out of 14, with shared prefixes and partial overlaps, and
+    with lengths one below, at and one above multiples of page and chunk."""
+    rng = random.Random(seed)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    names = sorted(topics)
+    texts = [tokenizer(topics[name], add_special_tokens=False).input_ids for name in names]
+    pool = [ids for ids in texts if len(ids) > 200][:14]
+    # Sizes around pages, so that boundaries fall before, on and after them.
+    sizes = [
+        page_size * k + d for k, d in zip(range(4, 18), [0, 1, -1, 5, 0, 7, -1] * 2, strict=True)
+    ]
+    documents = [ids[:size] for ids, size in zip(pool, sizes, strict=True)]
+    system = tokenizer("Answer from these passages.\n\n", add_special_tokens=False).input_ids
+    prompts = []
+    for index in range(count):
+        if index and rng.random() < 0.4:  # a prefix of an earlier prompt's documents, or all
+            earlier = rng.choice(prompts).documents
+            chosen = [int(n) for n, _, _ in earlier[: rng.randint(1, len(earlier))]]
+        else:
+            chosen = []
+        rest = [d for d in range(len(documents)) if d not in chosen]
+        more = rng.randint(0 if chosen else 1, max(5 - len(chosen), 1))
+        chosen += rng.sample(rest, more)
+        chosen = chosen[:5]
+        tokens, spans = list(system), []
+        for document in chosen:
+            spans.append((str(document), len(tokens), len(tokens) + len(documents[document])))
+            tokens += documents[document]
+        question = tokenizer(
+            f"\nQuestion {index}: what does the passage say about {names[index]}?\nAnswer:",
+            add_special_tokens=False,
+        ).input_ids
+        tokens += question
+        unit = (page_size, chunk_tokens)[index % 2]
+        wanted = (len(tokens) // unit + 1) * unit + (-1, 0, 1)[index % 3]
+        if index % 4 < 2 and wanted - len(tokens) <= 64:
+            tokens += [question[i % len(question)] for i in range(wanted - len(tokens))]
+        prompts.append(Prompt(tuple(tokens), tuple(spans)))
+    return prompts
+
+
+def ask(server: Server, prompt: Prompt, **fields: Any) -> Answer:
+    reply = server.generate(**prompt.body(**fields))
+    details = reply["meta_info"].get("cached_tokens_details") or {}
+    return Answer(tuple(reply["output_ids"]), details.get("device", 0), details.get("host", 0))
+
+
+def ask_all(server: Server, prompts: Sequence[Prompt], *, concurrency: int) -> list[Answer]:
+    if concurrency == 1:
+        return [ask(server, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda prompt: ask(server, prompt), prompts))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What stock SGLang answers with caching off.
+
+    Attributes:
+        tokens: Greedy output tokens.
+        gaps: For each, how far its log-probability was above the second best one.
+    """
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+
+
+def reference(server: Server, prompt: Prompt) -> Reference:
+    body = prompt.body(return_logprob=True, top_logprobs_num=2, logprob_start_len=-1)
+    del body["sampling_params"]["custom_params"]
+    reply = server.generate(**body)
+    best = reply["meta_info"]["output_top_logprobs"]
+    return Reference(
+        tuple(reply["output_ids"]), tuple(first[0] - second[0] for first, second in best)
+    )
+
+
+def differs(answer: Sequence[int], expected: Reference, *, margin: float = 0.0) -> str | None:
+    """What is wrong with `answer`, or None.
+
+    A token may differ only where the reference's two best were within `margin`; what follows
+    it is another text and can't be compared.
+    """
+    for index, (got, wanted) in enumerate(zip(answer, expected.tokens, strict=False)):
+        if got != wanted:
+            gap = expected.gaps[index]
+            return None if gap < margin else f"token {index}: {got}, not {wanted} (gap {gap:.4f})"
+    return None
+
+
+def stats(server: Server) -> dict[str, Any]:
+    report: dict[str, Any] = server.get("/rag/stats")
+    return report
+
+
+def assert_intact(server: Server) -> dict[str, Any]:
+    """The server lives, and its idle tree holds every slot once."""
+    assert server.is_alive()
+    report = stats(server)
+    assert report["integrity"] == "ok"
+    assert report["device"]["locked_tokens"] == 0
+    assert report["swap"]["most_copies_of_a_node"] <= 1
+    return report
+
+
+def stream(server: Server, body: dict[str, Any]) -> Any:
+    """Yields the events of a streaming `/generate`."""
+    request = urllib.request.Request(
+        server.url + "/generate",
+        data=json.dumps({**body, "stream": True}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as reply:
+        for line in reply:
+            event = line.decode().removeprefix("data: ").strip()
+            if event and event != "[DONE]":
+                yield json.loads(event)

@@ -1,0 +1,239 @@
+"""A cached document never changes an answer: against stock SGLang with caching off."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+from e2e.cpu_server import Server, running_server
+from e2e.exactness import (
+    MODEL,
+    OUTPUT_TOKENS,
+    STRICT,
+    Prompt,
+    Reference,
+    ask,
+    ask_all,
+    assert_intact,
+    differs,
+    make_prompts,
+    reference,
+    stats,
+    stream,
+)
+
+pytestmark = pytest.mark.server
+
+PROMPTS = 56
+# Two of the longest prompts, so that most of a pass comes from host.
+DEVICE_TOKENS = 2048
+CHUNK_TOKENS = 256
+# bf16 keeps 8 bits, and a cached prefix changes the order of additions: SmolLM2's
+# log-probabilities move by up to 0.25, so two within twice that may swap.
+BF16_MARGIN = 0.5
+
+
+@dataclass(frozen=True)
+class Setup:
+    name: str
+    dtype: str
+    page_size: int
+    flags: tuple[str, ...]
+
+
+CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
+SETUPS = {
+    setup.name: setup
+    for setup in (
+        Setup("paged-chunked-overlap", "float32", 16, CHUNKED),
+        Setup("unpaged-chunked", "float32", 1, (*CHUNKED, "--disable-overlap-schedule")),
+        Setup("paged-whole", "float32", 16, ("--disable-overlap-schedule",)),
+        Setup("unpaged-whole-overlap", "float32", 1, ()),
+        Setup("lru", "float32", 16, (*CHUNKED, "--radix-eviction-policy", "lru")),
+        Setup("bf16", "bfloat16", 16, CHUNKED),
+    )
+}
+ORDINARY = ("paged-chunked-overlap", "unpaged-chunked", "bf16")
+
+
+def serving(setup: Setup):
+    return running_server(
+        MODEL,
+        "--radix-cache-backend",
+        "knowledge-tree",
+        "--enable-hierarchical-cache",
+        "--hicache-ratio",
+        "6",
+        "--max-total-tokens",
+        str(DEVICE_TOKENS),
+        "--page-size",
+        str(setup.page_size),
+        "--dtype",
+        setup.dtype,
+        *setup.flags,
+        env=STRICT,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    return make_prompts(PROMPTS, page_size=16, chunk_tokens=CHUNK_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def references(prompts: list[Prompt]) -> dict[str, list[Reference]]:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        flags = ["--disable-radix-cache", "--attention-backend", "torch_native"]
+        with running_server(MODEL, *flags, "--dtype", dtype, env=STRICT) as stock:
+            found[dtype] = [reference(stock, prompt) for prompt in prompts]
+    return found
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in ORDINARY else pytest.mark.slow) for name in SETUPS
+    ],
+)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return SETUPS[request.param]
+
+
+@pytest.fixture(scope="module")
+def server(setup: Setup, references: dict[str, list[Reference]]) -> Iterator[Server]:
+    with serving(setup) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(setup: Setup, references: dict[str, list[Reference]]) -> list[Reference]:
+    return references[setup.dtype]
+
+
+@pytest.fixture(scope="module")
+def margin(setup: Setup) -> float:
+    return BF16_MARGIN if setup.dtype == "bfloat16" else 0.0
+
+
+def test_every_way_a_prompt_can_be_cached_gives_the_same_answer(server, prompts, expected, margin):
+    kinds: Counter[str] = Counter()
+    wrong = []
+
+    def check(index, answer):
+        problem = differs(answer.tokens, expected[index], margin=margin)
+        hit = ("cold", "device", "host", "mixed")[
+            (answer.device_hit > 0) + 2 * (answer.host_hit > 0)
+        ]
+        kinds[hit] += 1
+        if problem or len(answer.tokens) != OUTPUT_TOKENS:
+            wrong.append(f"prompt {index}, {hit}: {problem}")
+
+    server.flush_cache()
+    for index, prompt in enumerate(prompts):
+        check(index, ask(server, prompt))
+        if index % 3 == 0:
+            check(index, ask(server, prompt))  # now on the device
+    for index in reversed(range(0, len(prompts), 2)):
+        check(index, ask(server, prompts[index]))
+    for index, answer in enumerate(ask_all(server, prompts, concurrency=8)):
+        check(index, answer)
+    assert not wrong
+    assert kinds["device"] > 0
+    assert kinds["mixed"] + kinds["host"] > 20
+    report = assert_intact(server)
+    assert report["swap"]["in_tokens"] > 1000
+    assert report["requests"]["host_hit_documents"] > 20
+
+
+def test_a_cold_tree_gives_the_same_answer_as_a_warm_one(server, prompts, expected, margin):
+    for index in range(0, len(prompts), 12):
+        server.flush_cache()
+        answer = ask(server, prompts[index])
+        assert (answer.device_hit, answer.host_hit) == (0, 0)
+        assert differs(answer.tokens, expected[index], margin=margin) is None
+    assert_intact(server)
+
+
+def test_aborting_at_any_moment_leaks_nothing_and_later_answers_are_right(
+    server, prompts, expected, margin
+):
+    server.flush_cache()
+    longest = max(prompts, key=lambda p: len(p.tokens))
+
+    def cancelled(wait_s, *, queue=0, output_tokens=OUTPUT_TOKENS):
+        """Send `queue` requests, then one that is aborted after `wait_s`."""
+        rid = uuid.uuid4().hex
+        with ThreadPoolExecutor(queue + 1) as pool:
+            for number in range(queue):
+                pool.submit(ask, server, prompts[number])
+            doomed = pool.submit(
+                server.generate, **longest.body(output_tokens=output_tokens, rid=rid)
+            )
+            time.sleep(wait_s)
+            server.post("/abort_request", {"rid": rid})
+            return doomed.result()["meta_info"]["finish_reason"]["type"]
+
+    assert cancelled(0.05, queue=8) == "abort"  # while it waits
+    for wait_s in (0.02, 0.05, 0.1, 0.2):  # during a chunk, or before it
+        cancelled(wait_s)
+        server.flush_cache()
+    ask_all(server, prompts[:8], concurrency=1)
+    for wait_s in (0.01, 0.03, 0.06):  # around the load-back of what is on host
+        cancelled(wait_s)
+    assert cancelled(1.5, output_tokens=400) == "abort"  # during decode
+    for index in range(0, len(prompts), 9):
+        answer = ask(server, prompts[index])
+        assert differs(answer.tokens, expected[index], margin=margin) is None
+    assert_intact(server)
+
+
+def test_a_stream_that_is_left_ends_its_request(server, prompts):
+    events = stream(server, prompts[0].body(output_tokens=400))
+    next(events)
+    events.close()
+    deadline = time.monotonic() + 60
+    while stats(server)["device"]["locked_tokens"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert_intact(server)
+
+
+def test_300_requests_of_8_clients_with_aborts_on_a_tier_of_two_prompts(
+    server, prompts, expected, margin, setup
+):
+    rng = random.Random(11)
+    work = [(rng.randrange(len(prompts)), rng.random() < 0.12, rng.random()) for _ in range(300)]
+    outcomes: Counter[str] = Counter()
+    problems: list[str] = []
+    lock = threading.Lock()
+
+    def run(job):
+        index, doomed, moment = job
+        rid = uuid.uuid4().hex
+        timer = threading.Timer(moment * 2, server.post, ("/abort_request", {"rid": rid}))
+        if doomed:
+            timer.start()
+        reply = server.generate(**prompts[index].body(rid=rid))
+        timer.cancel()
+        kind = reply["meta_info"]["finish_reason"]["type"]
+        problem = differs(reply["output_ids"], expected[index], margin=margin)
+        with lock:
+            outcomes[kind] += 1
+            if problem or (kind == "length" and len(reply["output_ids"]) != OUTPUT_TOKENS):
+                problems.append(f"prompt {index} ({kind}): {problem}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, work))
+    assert not problems
+    assert outcomes.total() == 300
+    assert outcomes["length"] >= 240
+    report = assert_intact(server)
+    assert report["device"]["evicted_nodes"] > 100
