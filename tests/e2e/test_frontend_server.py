@@ -70,7 +70,7 @@ def test_documents_of_a_program_become_nodes_of_the_tree(
     state = answer.run(retriever=retriever, question=QUESTION, backend=backend)
     assert state["answer"]
     assert "with" in state["docs"].ids
-    assert server.get("/rag/stats")["documents"]["device"] == 2
+    assert server.get("/rag/stats")["device"]["documents"] == 2
 
 
 def test_the_same_documents_are_read_once_whatever_is_asked(
@@ -150,7 +150,7 @@ def test_a_stock_endpoint_runs_the_program(
     arguments = {"retriever": retriever, "question": QUESTION}
     with pytest.warns(UserWarning, match="RuntimeEndpoint doesn't tell"):
         assert answer.run(**arguments, backend=stock)["answer"]
-    assert server.get("/rag/stats")["documents"]["device"] == 0
+    assert server.get("/rag/stats")["device"]["documents"] == 0
 
 
 def test_chat_completions_take_annotated_messages(
@@ -162,4 +162,4 @@ def test_chat_completions_take_annotated_messages(
     body = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0}
     reply = server.post("/v1/chat/completions", body | annotate(messages, documents, strict=True))
     assert reply["choices"][0]["message"]["content"]
-    assert server.get("/rag/stats")["documents"]["device"] == 2
+    assert server.get("/rag/stats")["device"]["documents"] == 2
