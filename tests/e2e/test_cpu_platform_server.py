@@ -1,0 +1,153 @@
+"""The CPU platform under the real SGLang server, with a tiny model of random weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from e2e.cpu_server import Server, ServerError, running_server
+
+from rag_radix.cpu_platform import activate
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(activate() is None, reason="this machine has an accelerator"),
+]
+
+VOCABULARY_SIZE = 512
+# Random weights of one seed in every server, and numbers that don't depend on what was cached.
+COMMON = (
+    *("--load-format", "dummy"),
+    *("--dtype", "float32"),
+    "--skip-tokenizer-init",
+    *("--log-level", "info"),
+)
+STRICT_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "vocab_size": VOCABULARY_SIZE,
+        "max_position_embeddings": 4096,
+        "dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Prompts that share prefixes and end around pages, chunks and each other."""
+    numbers = random.Random(0)
+    system = numbers.choices(range(10, VOCABULARY_SIZE), k=50)
+    documents = [numbers.choices(range(10, VOCABULARY_SIZE), k=n) for n in (300, 16, 511, 31)]
+    orders = [(0,), (0, 1), (0, 2), (3, 2), (2, 0, 1), (1,), (0, 1, 3)]
+    return [
+        [*system, *(token for d in order for token in documents[d]), 7, 8, len(order)]
+        for order in orders
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What SGLang's own attention answers with nothing cached."""
+    with running_server(
+        tiny_model, *COMMON, "--attention-backend", "torch_native", "--disable-radix-cache"
+    ) as server:
+        return [_answer(server, prompt)[0] for prompt in prompts]
+
+
+def _answer(server: Server, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+    reply = server.generate(
+        input_ids=prompt,
+        sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+    )
+    return reply["output_ids"], reply["meta_info"]
+
+
+def _assert_same_answers(
+    server: Server, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    for round_ in range(2):
+        for prompt, output in zip(prompts, expected, strict=True):
+            answer, meta = _answer(server, prompt)
+            assert answer == output
+            if round_ == 1:
+                assert meta["cached_tokens"] > 0
+
+
+def _answer_batch(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    replies = server.generate(
+        input_ids=prompts,
+        sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+    )
+    return [reply["output_ids"] for reply in replies]
+
+
+def test_a_server_without_any_flag_of_ours_answers_like_uncached_torch_native(
+    tiny_model: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    with running_server(tiny_model, *COMMON, env=STRICT_CHECKS) as server:
+        info = server.get("/server_info")
+        assert info["device"] == "cpu"
+        assert info["attention_backend"] == "rag_prefix"
+        assert not info["disable_overlap_schedule"]
+        _assert_same_answers(server, prompts, expected)
+        server.flush_cache()
+        assert _answer_batch(server, prompts) == expected
+        processes = psutil.Process(server.pid).children(recursive=True)
+        assert processes
+    assert not [process for process in processes if process.is_running()]
+
+
+def test_pages_chunks_and_no_overlap_change_no_answer(
+    tiny_model: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    flags = ("--page-size", "16", "--chunked-prefill-size", "128", "--disable-overlap-schedule")
+    with running_server(tiny_model, *COMMON, *flags, env=STRICT_CHECKS) as server:
+        _assert_same_answers(server, prompts, expected)
+        server.flush_cache()
+        assert _answer_batch(server, prompts) == expected
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_stock_hierarchical_cache_answers_from_host_memory_without_a_changed_token(
+    page_size: int, tiny_model: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    flags = ("--enable-hierarchical-cache", "--max-total-tokens", "1200")
+    flags += ("--hicache-ratio", "4", "--page-size", str(page_size))
+    with running_server(tiny_model, *COMMON, *flags, env=STRICT_CHECKS) as server:
+        from_host = 0
+        for _ in range(3):
+            for prompt, output in zip(prompts, expected, strict=True):
+                answer, meta = _answer(server, prompt)
+                assert answer == output
+                from_host += meta["cached_tokens_details"]["host"]
+        assert from_host > 0
+
+
+def test_a_start_that_fails_shows_the_log(tiny_model: Path) -> None:
+    flags = ("--enable-hierarchical-cache", "--hicache-mem-layout", "page_head")
+    with (
+        pytest.raises(ServerError, match="--hicache-mem-layout page_head needs a GPU"),
+        running_server(tiny_model, *COMMON, *flags),
+    ):
+        pass
