@@ -41,6 +41,7 @@ def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
     check_sglang()
     door.verify()
     scheduler_hooks.verify()
+    door.check_front_end(ctx.server_args)
     _refuse_unsupported(ctx)
     args = ctx.server_args
     policy = args.radix_eviction_policy

@@ -32,10 +32,10 @@ from rag_radix.admission import admit, counters
 from rag_radix.chat import ChatPlacement, current
 from rag_radix.errors import AnnotationError, IncompatibleSGLangError, UnsupportedError
 from rag_radix.http_routes import add_routes
+from rag_radix.names import BACKEND
 
 __all__ = ["TARGETS", "check_front_end", "counters", "install", "is_applied", "selected", "verify"]
 
-BACKEND = "knowledge-tree"
 WORKER_APP = "rag_radix.http_app:app"
 WORKER_APP_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
 

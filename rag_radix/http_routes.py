@@ -12,8 +12,8 @@ import orjson
 from fastapi import FastAPI, HTTPException, Response
 
 from rag_radix.admission import counters
+from rag_radix.names import STATE_KEY
 
-STATE_KEY = "rag_radix"
 STATS_PATH = "/rag/stats"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-BACKEND = "knowledge-tree"
+from rag_radix.names import BACKEND
 
 _registered = False
 

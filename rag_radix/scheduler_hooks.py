@@ -7,10 +7,10 @@ from typing import Any
 
 from rag_radix.door import is_applied
 from rag_radix.errors import IncompatibleSGLangError
+from rag_radix.names import STATE_KEY
 
 _MODULE = "sglang.srt.managers.scheduler"
 TARGET = f"{_MODULE}.Scheduler.get_internal_state"
-STATE_KEY = "rag_radix"
 
 
 def install() -> None:

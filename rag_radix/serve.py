@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from rag_radix.errors import ConfigError
-
-BACKEND = "knowledge-tree"
+from rag_radix.names import BACKEND
 
 
 def with_defaults(arguments: Sequence[str], *, cuda: bool) -> list[str]:
@@ -40,12 +39,17 @@ def serve(arguments: Sequence[str]) -> int:
     """Start the server and return its exit status; returns when it has ended."""
     import torch
     from sglang.cli.main import main
+    from sglang.srt.plugins import load_plugins
+
+    from rag_radix import door
 
     help_only = _given(arguments, "-h", "--help")
     completed = (
         list(arguments) if help_only else with_defaults(arguments, cuda=torch.cuda.is_available())
     )
     sys.argv = ["sglang", "serve", *completed]
+    load_plugins()  # SGLang does the same, and would go on without what failed
+    door.verify()
     main()
     return 0
 

@@ -16,7 +16,7 @@ from e2e.cpu_server import Server
 from transformers import AutoTokenizer
 
 MODEL = Path(__file__).parents[2] / ".cache" / "models" / "SmolLM2-135M-Instruct"
-OUTPUT_TOKENS = 8
+OUTPUT_TOKENS = 6
 STRICT = {
     "OMP_NUM_THREADS": "2",
     "RAG_RADIX_CHECK_INTEGRITY": "1",
@@ -58,11 +58,10 @@ def make_prompts(count: int, *, page_size: int, chunk_tokens: int, seed: int = 7
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     names = sorted(topics)
     texts = [tokenizer(topics[name], add_special_tokens=False).input_ids for name in names]
-    pool = [ids for ids in texts if len(ids) > 200][:14]
+    pool = [ids for ids in texts if len(ids) > 260][:14]
     # Sizes around pages, so that boundaries fall before, on and after them.
-    sizes = [
-        page_size * k + d for k, d in zip(range(4, 18), [0, 1, -1, 5, 0, 7, -1] * 2, strict=True)
-    ]
+    offsets = [0, 1, -1, 5, 0, 7, -1] * 2
+    sizes = [page_size * (2 + i // 2) + offset for i, offset in enumerate(offsets)]
     documents = [ids[:size] for ids, size in zip(pool, sizes, strict=True)]
     system = tokenizer("Answer from these passages.\n\n", add_special_tokens=False).input_ids
     prompts = []

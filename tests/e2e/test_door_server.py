@@ -287,6 +287,7 @@ def test_without_the_knowledge_tree_nothing_is_read_or_refused(tokenizer: Any) -
         assert "Applied 1 hook(s) to sglang.srt.entrypoints" not in stock.log()
 
 
+@pytest.mark.slow
 def test_extra_http_workers_place_documents_too(tokenizer: Any) -> None:
     expected = pieces_of(tokenizer, PROMPT, [CAT, DOG])
     flags = [*FLAGS, "--radix-cache-backend", "knowledge-tree", "--tokenizer-worker-num", "2"]
@@ -301,6 +302,7 @@ def test_extra_http_workers_place_documents_too(tokenizer: Any) -> None:
         assert "door" in workers.get("/rag/stats")
 
 
+@pytest.mark.slow
 def test_batch_encoding_named_chat_templates_and_keys_go_through_the_same_door(
     tokenizer: Any,
 ) -> None:
@@ -373,6 +375,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_engine_raises_what_the_server_answers(tmp_path: Path) -> None:
     program = tmp_path / "engine.py"
     program.write_text(ENGINE)

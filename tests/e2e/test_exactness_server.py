@@ -33,8 +33,8 @@ pytestmark = pytest.mark.server
 
 PROMPTS = 56
 # Two of the longest prompts, so that most of a pass comes from host.
-DEVICE_TOKENS = 2048
-CHUNK_TOKENS = 256
+DEVICE_TOKENS = 1024
+CHUNK_TOKENS = 128
 # bf16 keeps 8 bits, and a cached prefix changes the order of additions: SmolLM2's
 # log-probabilities move by up to 0.25, so two within twice that may swap.
 BF16_MARGIN = 0.5
@@ -139,10 +139,8 @@ def test_every_way_a_prompt_can_be_cached_gives_the_same_answer(server, prompts,
     server.flush_cache()
     for index, prompt in enumerate(prompts):
         check(index, ask(server, prompt))
-        if index % 3 == 0:
+        if index % 4 == 0:
             check(index, ask(server, prompt))  # now on the device
-    for index in reversed(range(0, len(prompts), 2)):
-        check(index, ask(server, prompts[index]))
     for index, answer in enumerate(ask_all(server, prompts, concurrency=8)):
         check(index, answer)
     assert not wrong
@@ -206,6 +204,7 @@ def test_a_stream_that_is_left_ends_its_request(server, prompts):
     assert_intact(server)
 
 
+@pytest.mark.parametrize("setup", ["paged-chunked-overlap"], indirect=True)
 def test_300_requests_of_8_clients_with_aborts_on_a_tier_of_two_prompts(
     server, prompts, expected, margin, setup
 ):

@@ -1,0 +1,7 @@
+"""Names that more than one process of a server must agree on."""
+
+BACKEND = "knowledge-tree"
+"""Value of `--radix-cache-backend` that selects us."""
+
+STATE_KEY = "rag_radix"
+"""Key of the tree's report in the scheduler's internal state."""

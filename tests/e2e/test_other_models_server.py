@@ -1,0 +1,47 @@
+"""Other attention layouts and two tensor-parallel ranks, on tiny models of random weights."""
+
+from __future__ import annotations
+
+import pytest
+from e2e.cpu_server import running_server
+from e2e.exactness import STRICT, ask, ask_all, assert_intact, make_prompts
+from e2e.tiny_model import make_tiny_llama, make_tiny_mla
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+FLAGS = ["--dtype", "float32", "--max-total-tokens", "1024", "--page-size", "16"]
+FLAGS += ["--radix-cache-backend", "knowledge-tree", "--enable-hierarchical-cache"]
+FLAGS += ["--hicache-ratio", "4"]
+
+
+def assert_cached_answers_equal_cold_ones(server):
+    prompts = make_prompts(30, page_size=16, chunk_tokens=128)
+    cold = []
+    for prompt in prompts:
+        server.flush_cache()
+        cold.append(ask(server, prompt).tokens)
+    # Else the model would say the same whatever it reads, and the rest could not fail.
+    assert len(set(cold)) > 20
+    server.flush_cache()
+    for concurrency in (1, 4, 1):
+        answers = ask_all(server, prompts, concurrency=concurrency)
+        assert [answer.tokens for answer in answers] == cold
+    report = assert_intact(server)
+    assert report["swap"]["out_tokens"] > 0
+    assert report["requests"]["host_hit_tokens"] > 0
+
+
+def test_two_ranks_decide_and_answer_alike(tmp_path):
+    # Every call into the tree is compared between the ranks, and a difference ends the server.
+    env = {
+        **STRICT,
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    }
+    with running_server(make_tiny_llama(tmp_path), *FLAGS, "--tp-size", "2", env=env) as server:
+        assert_cached_answers_equal_cold_ones(server)
+
+
+def test_latent_attention_is_exact_over_both_tiers(tmp_path):
+    with running_server(make_tiny_mla(tmp_path), *FLAGS, env=STRICT) as server:
+        assert_cached_answers_equal_cold_ones(server)
