@@ -141,6 +141,16 @@ def test_the_heap_stays_in_proportion_to_the_leaves():
         assert len(h.tree.component.device._heap) <= 1024 + 2 * leaves + 2
 
 
+def test_a_first_chunk_that_nothing_is_published_of_is_no_leak():
+    with harness(device_tokens=320) as h:
+        req = h.request(*prompt("a", "b"))
+        h.admit(req)
+        h.compute(req, 48)
+        h.check()
+        h.drop(req)
+        h.check()
+
+
 # Situations that each once broke a real system.
 
 
