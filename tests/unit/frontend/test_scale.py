@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,15 @@ DIMENSIONS = 384
 VECTORS_MB = DOCUMENTS * DIMENSIONS * 4 / 1e6
 
 OPEN = f"""
-import json, resource, sys, time
+import json, pathlib, sys, time
 import faiss, numpy, orjson, tqdm
 from rag_radix_frontend import CallableEncoder, FaissRetriever
 ones = lambda texts: numpy.ones((len(texts), {DIMENSIONS}))
 encoder = CallableEncoder("random", {DIMENSIONS}, ones)
-peak_mb = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+def peak_mb():
+    # Not ru_maxrss: that starts with the peak of the process that launched this one.
+    status = dict(x.split(":", 1) for x in pathlib.Path("/proc/self/status").open())
+    return int(status["VmHWM"].split()[0]) * 1024 / 1e6
 before_mb, start = peak_mb(), time.perf_counter()
 retriever = FaissRetriever.open(sys.argv[1], encoder=encoder)
 open_s = time.perf_counter() - start
@@ -34,8 +38,11 @@ print(json.dumps({{"open_s": open_s, "added_mb": peak_mb() - before_mb}}))
 """
 
 
-def random_vectors(texts: object) -> npt.NDArray[np.float64]:
-    return np.random.default_rng(0).normal(size=(len(texts), DIMENSIONS))  # type: ignore[arg-type]
+_RANDOM = np.random.default_rng(0)
+
+
+def random_vectors(texts: Sequence[str]) -> npt.NDArray[np.float64]:
+    return _RANDOM.normal(size=(len(texts), DIMENSIONS))
 
 
 @pytest.mark.slow
@@ -56,4 +63,5 @@ def test_300k_documents_open_within_200_mb_beyond_the_vectors(tmp_path: Path, ki
     )
     measured = json.loads(opened.stdout)
     print(kind, measured, f"vectors_mb={VECTORS_MB:.0f}")
-    assert measured["added_mb"] < VECTORS_MB + 200
+    # The vectors are read into memory, so less than them would be a wrong measurement.
+    assert VECTORS_MB < measured["added_mb"] < VECTORS_MB + 200
