@@ -9,6 +9,7 @@ SGLang's `SGLANG_PLUGINS` whitelist covers platforms too: where it is set, it ha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
       the same memory serves the host tier, activations and every other program. It applies
       only while `--mem-fraction-static` isn't set either.
     - `--sleep-on-idle`: an idle scheduler would otherwise keep a core busy.
+    - `OMP_WAIT_POLICY=passive` in the environment of the workers.
     """
 
     _enum = PlatformEnum.OOT
@@ -91,6 +93,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             kv_bytes = min(get_free_cpu_memory() * KV_MEMORY_FRACTION, KV_MEMORY_LIMIT_BYTES)
             server_args.max_total_tokens = int(kv_bytes // _kv_bytes_per_token(server_args))
         server_args.sleep_on_idle = True
+        # Read by the workers that are started from here. OpenMP threads that spin while they
+        # wait cost a core with a busy neighbour a factor of ten and more; sleeping costs little.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _apply_host_tier_defaults(server_args: Any) -> None:
