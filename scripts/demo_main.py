@@ -127,9 +127,9 @@ def ask_all(assistant: Assistant, server: Server, options: Options) -> list[Answ
             with progress("Answering"):
                 answers.append(assistant.ask(question))
         except Exception as error:
-            if server.process.poll() is None:
-                raise
-            raise ServerError(f"the server has ended\n{server.log_tail()}") from error
+            if server.has_ended():
+                raise ServerError(f"the server has ended\n{server.log_tail()}") from error
+            raise
         show_answer(len(answers), answers[-1])
     return answers
 

@@ -22,6 +22,7 @@ HOST = "127.0.0.1"
 PREFERRED_PORT = 30000
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 15.0
+DYING_LIMIT_S = 2.0
 LOG_TAIL_LINES = 25
 
 
@@ -72,6 +73,12 @@ class Server:
             except (urllib.error.URLError, OSError):
                 time.sleep(0.3)
         raise ServerError(f"the server wasn't ready in {START_LIMIT_S:.0f} s\n{self.log_tail()}")
+
+    def has_ended(self) -> bool:
+        """Whether the server is gone, for one whose connection just broke: it may be dying."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(DYING_LIMIT_S)
+        return self.process.returncode is not None
 
     def stats(self) -> dict[str, Any]:
         """What the knowledge tree reports about itself."""
