@@ -153,9 +153,15 @@ class Harness:
 
     def admit(self, req: Any) -> None:
         """Match the request, load back what is on host and lock its prefix."""
+        req.init_next_round_input(self.tree)
+        self.load_back(req)
+        self.start(req)
+        self.poll()
+
+    def load_back(self, req: Any) -> None:
+        """Begin to copy the part of the matched prefix that is on host only to the device."""
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
-        req.init_next_round_input(self.tree)
         if req.needs_host_load_back():
             loaded = self.tree.init_load_back(
                 InitLoadBackParams(
@@ -166,11 +172,14 @@ class Harness:
             )
             assert loaded is not None
             req.host_loaded_length, req.last_node = loaded
+            assert req.host_loaded_length in (0, req.host_hit_length)
             req.prefix_len += req.host_loaded_length
             req.kv.cache_protected_len = req.prefix_len
+
+    def start(self, req: Any) -> None:
+        """Lock the request's prefix and give it a row, as the first step of its prefill."""
         req.lock = self.tree.lock(req.last_node)
         self.tree.ready_to_load_host_cache()
-        self.poll()
         self.rows.alloc([req])
         row = self.tree.prefix_device_indices(req)
         self.rows.write((req.kv.req_pool_idx, slice(0, len(row))), row.to(torch.int32))
@@ -197,10 +206,10 @@ class Harness:
 
     def decode(self, req: Any, token: int) -> None:
         """Append one output token, and compute the KV of the one before it."""
-        if req.output_ids:
-            req.refresh_fill_ids()
-            length = len(req.full_untruncated_fill_ids)
-            self._extend(req, length - 1, length)
+        req.refresh_fill_ids()
+        computed, length = req.kv.kv_committed_len, len(req.full_untruncated_fill_ids)
+        if computed < length:
+            self._extend(req, computed, length)
         req.output_ids.append(token)
 
     def finish(self, req: Any, *, aborted: bool = False) -> None:

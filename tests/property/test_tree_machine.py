@@ -1,0 +1,479 @@
+"""Any order of a scheduler's steps over requests in flight keeps the tree right.
+
+The machine plays the scheduler with the real tree, pools and host tier, and keeps a model of
+its own: which document occurrences the tree may name, how often each document was retrieved,
+and, while nothing has left the tree, how often each node was read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tree_harness import Harness, harness
+
+from rag_radix.sglang_compat import ComponentType
+from rag_radix.statistics import DocumentKey
+
+DEVICE_TOKENS = 240
+IN_FLIGHT = 4
+FULL = ComponentType.FULL
+
+SYSTEMS: list[list[int]] = [[], list(range(100, 107)), list(range(100, 120))]
+_HEADING = list(range(1_000, 1_010))
+# "a" and "b" begin alike, "d" is shorter than a page, "e" begins with all of "c".
+DOCUMENTS: dict[str, list[int]] = {
+    "a": [*_HEADING, *range(2_000, 2_024)],
+    "b": [*_HEADING, *range(3_000, 3_013)],
+    "c": list(range(4_000, 4_032)),
+    "d": list(range(5_000, 5_005)),
+    "e": list(range(4_000, 4_045)),
+    "f": list(range(6_000, 6_060)),
+    "g": list(range(7_000, 7_017)),
+}
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request in flight, and what the model knows of it."""
+
+    req: Any
+    prompt: list[int]
+    spans: list[tuple[str, int, int]]
+    extra_key: str | None
+    counts: bool
+    speculative: bool
+    phase: str = "waiting"  # or pinned, running, computed
+    pins: list[Any] = field(default_factory=list)
+    inserted: int = 0
+    counted_documents: int = 0
+    is_counted: bool = False
+    tokens_since_prefill: int = 0
+
+
+def in_phase(*phases: str) -> Any:
+    """Only while there is a request in one of `phases`."""
+    return precondition(lambda self: any(flight.phase in phases for flight in self.flights))
+
+
+class TreeMachine(RuleBasedStateMachine):
+    h: Harness
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        self.flights: list[Flight] = []
+        self.ended: list[list[int]] = []
+        self.requests = 0
+        self.retrievals: Counter[DocumentKey] = Counter()
+        self.occurrences: dict[tuple[str | None, tuple[int, ...]], set[tuple[str, int]]] = {}
+        self.read: list[tuple[str | None, list[int], Flight]] = []
+        self.clocks = [0.0, 0.0]
+        self.removed = False
+        self.evicted_before = 0
+
+    @initialize(
+        page_size=st.sampled_from([1, 16]),
+        policy=st.sampled_from(["pgdsf", "lru"]),
+        # Nothing leaves the tree when the device tier is large.
+        device_tokens=st.sampled_from([DEVICE_TOKENS, DEVICE_TOKENS, 16 * DEVICE_TOKENS]),
+        host_tokens=st.sampled_from([0, 48, 160, 640]),
+    )
+    def build(self, page_size: int, policy: str, device_tokens: int, host_tokens: int) -> None:
+        self.page_size = page_size
+        self.h = self.stack.enter_context(
+            harness(
+                device_tokens=device_tokens,
+                host_tokens=host_tokens,
+                page_size=page_size,
+                policy=policy,
+            )
+        )
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "h"):
+                while self.flights:
+                    self._end(self.flights[0], aborted=True)
+                self.h.poll()
+                self.check_idle()
+                self.check_tree()
+        finally:
+            self.stack.close()
+
+    # Steps
+
+    @precondition(lambda self: len(self.flights) < IN_FLIGHT)
+    @rule(
+        system=st.sampled_from(SYSTEMS),
+        names=st.lists(st.sampled_from(sorted(DOCUMENTS)), max_size=3),
+        question=st.integers(0, 2),
+        question_tokens=st.integers(1, 20),
+        history=st.none() | st.integers(0, 7),
+        annotated=st.sampled_from([True, True, False]),
+        extra_key=st.sampled_from([None, None, None, "tenant"]),
+        kind=st.sampled_from(
+            ["plain", "plain", "plain", "speculative", "samples", "samples' prompt"]
+        ),
+    )
+    def arrive(
+        self,
+        system: list[int],
+        names: list[str],
+        question: int,
+        question_tokens: int,
+        history: int | None,
+        annotated: bool,
+        extra_key: str | None,
+        kind: str,
+    ) -> None:
+        prompt = list(system)
+        if history is not None and self.ended:
+            prompt = list(self.ended[history % len(self.ended)])
+        spans = []
+        for name in names:
+            if len(prompt) + len(DOCUMENTS[name]) > DEVICE_TOKENS // 2:
+                break
+            spans.append((name, len(prompt), len(prompt) + len(DOCUMENTS[name])))
+            prompt += DOCUMENTS[name]
+        prompt += range(9_000 + 100 * question, 9_000 + 100 * question + question_tokens)
+        if not annotated:
+            spans = []
+        req = self.h.request(
+            prompt,
+            spans,
+            n=2 if kind.startswith("samples") else 1,
+            max_new_tokens=0 if kind == "samples' prompt" else 8,
+            speculative=kind == "speculative",
+            extra_key=extra_key,
+        )
+        speculative = kind == "speculative" and bool(spans)
+        self.flights.append(Flight(req, prompt, spans, extra_key, kind != "samples", speculative))
+
+    def _pick(self, index: int, *phases: str) -> Flight | None:
+        flights = [flight for flight in self.flights if flight.phase in phases]
+        return flights[index % len(flights)] if flights else None
+
+    @in_phase("waiting")
+    @rule(index=st.integers(0, 3))
+    def match_for_the_queue(self, index: int) -> None:
+        if flight := self._pick(index, "waiting"):
+            flight.req.init_next_round_input(self.h.tree)
+
+    @in_phase("waiting")
+    @rule(index=st.integers(0, 3), pin=st.sampled_from(["device", "host", "both"]))
+    def match_and_pin(self, index: int, pin: str) -> None:
+        """Match as admission does ("both") or a storage prefetch ("host"), and let other
+        things happen before the load-back."""
+        if flight := self._pick(index, "waiting"):
+            tree, req = self.h.tree, flight.req
+            req.init_next_round_input(tree)
+            if pin != "host":
+                lock = tree.lock(req.last_node)
+                flight.pins.append(lambda: tree.unlock(lock))
+            if pin != "device" and tree.cache_controller is not None:
+                node = req.best_match_node
+                receipt = tree.inc_host_lock_ref(node).to_dec_params()
+                flight.pins.append(lambda: tree.dec_host_lock_ref(node, receipt))
+            flight.phase = "pinned"
+
+    @in_phase("waiting", "pinned")
+    @rule(index=st.integers(0, 3), tokens=st.sampled_from([16, 32, 48, None]), poll=st.booleans())
+    def admit(self, index: int, tokens: int | None, poll: bool) -> None:
+        """Load back, and compute the first chunk."""
+        if flight := self._pick(index, "waiting", "pinned"):
+            self._admit(flight, tokens)
+            if poll:
+                self.h.poll()
+
+    def _admit(self, flight: Flight, tokens: int | None) -> None:
+        req, tree = flight.req, self.h.tree
+        nodes = tree.tree_core._node_arena
+        matched = [nodes.get(node_id) for node_id in (req.last_node, req.best_match_node)]
+        if flight.phase == "waiting" or None in matched or matched[0].evicted:
+            self._unpin(flight)
+            req.init_next_round_input(tree)
+        self.h.load_back(req)
+        lock = tree.lock(req.last_node)
+        self._unpin(flight)
+        if self._makes_room(req, tokens):
+            self.h.start(req)
+            self.h.compute(req, tokens)
+            flight.phase = "computed"
+        else:
+            tree.ready_to_load_host_cache()
+            flight.phase = "waiting"
+        tree.unlock(lock)
+
+    def _unpin(self, flight: Flight) -> None:
+        while flight.pins:
+            flight.pins.pop()()
+
+    def _makes_room(self, req: Any, tokens: int | None) -> bool:
+        """Evict as the next `tokens` of `req` will; False when too much is locked."""
+        from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+        missing = len(req.full_untruncated_fill_ids) - req.prefix_len
+        wanted = (missing if tokens is None else min(tokens, missing)) + 2 * self.page_size
+        evict_from_tree_cache(self.h.tree, wanted)
+        return self.h.allocator.available_size() >= wanted
+
+    @in_phase("running")
+    @rule(index=st.integers(0, 3), tokens=st.sampled_from([16, 32, 48, None]))
+    def compute(self, index: int, tokens: int | None) -> None:
+        flight = self._pick(index, "running")
+        if flight and not self._is_decoding(flight) and self._makes_room(flight.req, tokens):
+            self.h.compute(flight.req, tokens)
+            flight.phase = "computed"
+
+    @in_phase("computed")
+    @rule(index=st.integers(0, 3))
+    def publish(self, index: int) -> None:
+        if flight := self._pick(index, "computed"):
+            self.h.publish(flight.req)
+            self._inserted(flight, flight.req.extend_end)
+            flight.phase = "running"
+
+    @in_phase("running")
+    @rule(index=st.integers(0, 3), token=st.integers(7_000, 7_001))
+    def decode(self, index: int, token: int) -> None:
+        flight = self._pick(index, "running")
+        if flight and self._is_decoding(flight) and self._makes_room(flight.req, 1):
+            self.h.decode(flight.req, token)
+            flight.tokens_since_prefill += 1
+
+    @staticmethod
+    def _is_decoding(flight: Flight) -> bool:
+        known = len(flight.prompt) + len(flight.req.output_ids) - flight.tokens_since_prefill
+        return flight.req.extend_end == known
+
+    @in_phase("running", "computed")
+    @rule(index=st.integers(0, 3), aborted=st.sampled_from([False, False, True]))
+    def finish(self, index: int, aborted: bool) -> None:
+        flight = self._pick(index, "running", "computed")
+        if flight and self._is_decoding(flight):
+            self._end(flight, aborted=aborted, checkpoint=True)
+
+    @in_phase("waiting", "pinned", "running", "computed")
+    @rule(index=st.integers(0, 3))
+    def abort(self, index: int) -> None:
+        if flight := self._pick(index, "waiting", "pinned", "running", "computed"):
+            self._end(flight, aborted=True)
+
+    def _end(self, flight: Flight, *, aborted: bool, checkpoint: bool = False) -> None:
+        self.flights.remove(flight)
+        self._unpin(flight)
+        req = flight.req
+        if checkpoint:
+            if not flight.tokens_since_prefill and req.sampling_params.max_new_tokens:
+                req.output_ids.append(7_000)
+            self.h.finish(req, aborted=aborted)
+            self._inserted(
+                flight, len(flight.prompt) + max(len(req.output_ids) - 1, 0), ended=not aborted
+            )
+            self.ended = [[*flight.prompt, *req.output_ids], *self.ended][:8]
+        elif flight.phase in ("running", "computed"):
+            self.h.drop(req)
+
+    @in_phase("running", "computed")
+    @rule(index=st.integers(0, 3))
+    def retract(self, index: int) -> None:
+        if flight := self._pick(index, "running", "computed"):
+            self.h.drop(flight.req)
+            flight.req.reset_for_retract()
+            flight.phase, flight.tokens_since_prefill = "waiting", 0
+
+    @rule(names=st.lists(st.sampled_from(sorted(DOCUMENTS)), min_size=1, max_size=3))
+    def serve_at_once(self, names: list[str]) -> None:
+        if len(self.flights) == IN_FLIGHT:
+            return
+        self.arrive(SYSTEMS[2], names, 0, 5, None, True, None, "plain")
+        flight = self.flights[-1]
+        self._admit(flight, None)
+        self._end(flight, aborted=False, checkpoint=flight.phase == "computed")
+
+    @rule(tokens=st.integers(1, 120))
+    def evict(self, tokens: int) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        evictable = self.h.tree.evictable_size()
+        evicted = self.h.tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
+        pinned = any(flight.pins for flight in self.flights)
+        # Only what lies above a pinned or loading host copy may refuse.
+        if not pinned and not self.h.tree.ongoing_load_back:
+            assert evicted >= min(tokens, evictable)
+
+    @rule(tokens=st.integers(1, 120))
+    def evict_host(self, tokens: int) -> None:
+        if self.h.tree.cache_controller is not None:
+            self.h.tree.evict_host(tokens)
+
+    @rule()
+    def poll(self) -> None:
+        self.h.poll()
+
+    @precondition(lambda self: not self.flights and self.requests % 5 == 4)
+    @rule()
+    def flush(self) -> None:
+        self.h.poll()
+        self.check_idle()
+        self.h.tree.reset()
+        self.h.allocator.clear()
+        self.retrievals.clear()
+        self.occurrences.clear()
+        self.read.clear()
+        self.clocks = [0.0, 0.0]
+        self.removed = False
+        self.evicted_before = self.h.tree.component.device.evicted_nodes
+
+    # The model
+
+    def _floor(self, tokens: int) -> int:
+        return tokens // self.page_size * self.page_size
+
+    def _inserted(self, flight: Flight, up_to: int, *, ended: bool = False) -> None:
+        prompt, end = flight.prompt, self._floor(up_to)
+        for name, first, last in flight.spans:
+            first, last = self._floor(first), self._floor(last)
+            if first < last <= end:
+                place = (flight.extra_key, tuple(prompt[:last]))
+                self.occurrences.setdefault(place, set()).add((name, last - first))
+        if not flight.counts or (flight.speculative and not ended):
+            return
+        self.requests += not flight.is_counted
+        flight.is_counted = True
+        whole = end >= self._floor(len(prompt))
+        for name, first, _ in flight.spans[flight.counted_documents :]:
+            if not whole and self._floor(first) >= end:
+                break
+            self.retrievals[DocumentKey(name, "", flight.extra_key)] += 1
+            flight.counted_documents += 1
+        counted = min(end, self._floor(len(prompt)))
+        if counted > flight.inserted:
+            flight.inserted = counted
+            self.read = [entry for entry in self.read if entry[2] is not flight]
+            self.read.append((flight.extra_key, prompt[:counted], flight))
+
+    # Invariants
+
+    @invariant()
+    def check_tree(self) -> None:
+        self.h.check()
+        self._check_counts()
+        self._check_tiers()
+        for node in self.h.nodes():
+            self._check_node(node)
+        for flight in self.flights:
+            if flight.phase in ("running", "computed"):
+                self._check_flight(flight)
+
+    def _check_counts(self) -> None:
+        tree = self.h.tree
+        assert tree.counters.requests == self.requests
+        assert dict(tree.document_frequencies._counts) == dict(self.retrievals)
+        state = orjson.loads(orjson.dumps(tree.report()))
+        assert state["known_documents"] == len(self.retrievals)
+
+    def _check_tiers(self) -> None:
+        tree = self.h.tree
+        core = tree.tree_core
+        tiers = [
+            (tree.component.device, core.evictable_device_leaves),
+            (tree.component.host, core.evictable_host_leaves),
+        ]
+        for tier, leaves in tiers:
+            assert tier.clock >= self.clocks[tier.name]
+            self.clocks[tier.name] = tier.clock
+            offered = {(priority, node_id) for priority, node_id, _ in tier._heap}
+            assert all((leaf.priorities[tier.name], leaf.id) in offered for leaf in leaves)
+        self.removed |= tree.component.device.evicted_nodes > self.evicted_before
+
+    def _check_node(self, node: Any) -> None:
+        tree = self.h.tree
+        path = tree.tree_core.path_to(node.id)
+        tokens = [token for above in path for token in above.key.token_ids]
+        extra_key = node.key.extra_key
+        ends, end = set(), 0
+        for above in path:
+            ends.add(end)
+            end += len(above.key)
+        allowed = self.occurrences.get((extra_key, tuple(tokens)), set())
+        for occurrence in node.occurrences:
+            assert (occurrence.document.id, occurrence.tokens) in allowed
+            assert len(tokens) - occurrence.tokens in ends, "a document that begins inside a node"
+        if node.parent is not tree.tree_core.root_node:
+            assert node.parent.statistics.frequency >= node.statistics.frequency
+        if not self.removed:
+            readers = sum(
+                key == extra_key and prompt[: len(tokens)] == tokens for key, prompt, _ in self.read
+            )
+            assert node.statistics.frequency == readers
+
+    def _check_flight(self, flight: Flight) -> None:
+        tree, req = self.h.tree, flight.req
+        path = tree.tree_core.path_to(req.last_node)
+        bounds, end = {0: None}, 0
+        for node in path:
+            assert not node.evicted, "a running request lost a part of its prefix"
+            assert node.component_data[FULL].lock_ref > 0
+            end += len(node.key)
+            bounds[end] = node
+        computed = max(req.prefix_len, req.kv.kv_committed_len)
+        row = self.h.rows.req_to_token[req.kv.req_pool_idx, :computed].long()
+        self.h.check_kv(req.full_untruncated_fill_ids, row)
+        published = req.kv.cache_inserted_len
+        for name, first, last in flight.spans:
+            first, last = self._floor(first), self._floor(last)
+            if first < last <= published:
+                named = {(o.document.id, o.tokens) for o in bounds[last].occurrences}
+                assert (name, last - first) in named
+                assert first in bounds
+
+    def check_idle(self) -> None:
+        if not self.flights:
+            assert self.h.tree.protected_size() == 0
+            for node in self.h.nodes():
+                data = node.component_data[FULL]
+                assert (data.lock_ref, data.host_lock_ref) == (0, 0)
+
+
+_SETTINGS = settings(
+    deadline=None,
+    database=None,
+    derandomize=True,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_the_tree_stays_right_whatever_the_scheduler_does():
+    run_state_machine_as_test(
+        TreeMachine, settings=settings(_SETTINGS, max_examples=30, stateful_step_count=40)
+    )
+
+
+@pytest.mark.slow
+def test_the_tree_stays_right_over_a_hundred_thousand_steps():
+    run_state_machine_as_test(
+        TreeMachine,
+        settings=settings(
+            _SETTINGS,
+            max_examples=1000,
+            stateful_step_count=100,
+            phases=[Phase.generate, Phase.shrink],
+        ),
+    )
