@@ -50,8 +50,8 @@ class Retrieval:
         With `n > 1` SGLang computes the prompt in an extra request of zero tokens: that one
         is the retrieval, the samples that follow repeat it.
         """
-        if self.annotation.speculative:
-            return is_finished_unaborted(req)
+        if self.annotation.speculative and not is_finished_unaborted(req):
+            return False
         params = req.sampling_params
         return bool(params.n == 1 or params.max_new_tokens == 0)
 
