@@ -181,6 +181,8 @@ class KnowledgeTree(UnifiedRadixCache):
             if self._page_floor(spans[index].start) > position:
                 return
             document, end = retrieval.document_key(index, req), self._page_floor(spans[index].end)
+            if end <= spans[index].start:
+                end = spans[index].end  # it lies within a page, which belongs to what follows
             retrieval.document_counts.append(self.document_frequencies.record(document))
             self.counters.documents += 1
             if end <= device_hit:
