@@ -14,6 +14,9 @@ from rag_radix.statistics import DocumentFrequencies
 from rag_radix.tiers import KnowledgeComponent
 from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore, Occurrence
 
+# Names of one node: a client may name the same tokens differently in every request.
+_NAMES_KEPT = 8
+
 
 class KnowledgeTree(UnifiedRadixCache):
     """A radix cache that knows documents.
@@ -119,7 +122,7 @@ class KnowledgeTree(UnifiedRadixCache):
     @staticmethod
     def _name(node: DocumentNode, occurrence: Occurrence) -> None:
         if occurrence not in node.occurrences:
-            node.occurrences += (occurrence,)
+            node.occurrences = (*node.occurrences, occurrence)[-_NAMES_KEPT:]
         while node.parent is not None and node.is_tail:
             node.is_tail = False
             node = node.parent

@@ -29,7 +29,8 @@ class DocumentNode(UnifiedTreeNode):
 
     Attributes:
         statistics: Use of this node.
-        occurrences: Documents that end here; several when ids differ but tokens agree.
+        occurrences: Documents that end here; several, the last named kept, when ids differ but
+            tokens agree.
         is_tail: No document has ended here or below: a question, an output, an unannotated
             prompt. Once text has become part of a document's path it stays so.
         matched: A later request has used the node or built on it.

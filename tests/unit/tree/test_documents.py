@@ -107,6 +107,16 @@ def test_two_names_for_the_same_tokens_both_end_there():
         assert h.ends()["one"] is h.ends()["two"]
 
 
+def test_a_client_that_names_the_same_tokens_anew_each_time_does_not_fill_memory():
+    with harness(device_tokens=1000) as h:
+        tokens, _ = prompt("a")
+        for number in range(40):
+            h.serve(tokens, [(f"name-{number}", 20, 60)])
+        named = [o.document.id for n in h.nodes() for o in n.occurrences]
+        assert len(named) < 20
+        assert named[-1] == "name-39"
+
+
 def test_the_same_document_behind_another_one_is_another_node():
     with harness(device_tokens=1000) as h:
         for order in (("a", "b"), ("b", "a")):
