@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 
 HOST = "127.0.0.1"
-PREFERRED_PORT = 30000
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 15.0
 DYING_LIMIT_S = 2.0
@@ -105,13 +104,12 @@ class Server:
 
 
 def free_port() -> int:
-    """SGLang's usual port if it is free, else any free one."""
-    for port in (PREFERRED_PORT, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            chosen: int = probe.getsockname()[1]
-            return chosen
-    raise ServerError(f"no free port on {HOST}")
+    """A port the system picks at random.
+
+    Not the first free one of a range: the server binds it only after its imports, and two
+    demos started together would choose the same and one would ask the other's server.
+    """
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
