@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 from rag_radix.counters import RequestCounters
@@ -138,7 +139,8 @@ class KnowledgeTree(UnifiedRadixCache):
                 node.matched = True
 
     def _count(self, retrieval: Retrieval, path: list[tuple[DocumentNode, int]], req: Any) -> None:
-        """Count the nodes of `path` that belong to the prompt and aren't counted yet."""
+        """Count the nodes of `path` that belong to the prompt and aren't counted yet, or have
+        left the tree since."""
         device_hit, host_hit = req.cached_tokens_device, req.cached_tokens_host
         hit = device_hit + host_hit + req.cached_tokens_storage
         new_tokens = max(retrieval.prompt_tokens - hit, 1)
@@ -150,18 +152,21 @@ class KnowledgeTree(UnifiedRadixCache):
             self.counters.prompt_tokens += retrieval.prompt_tokens
             self.counters.device_hit_tokens += device_hit
             self.counters.host_hit_tokens += host_hit
+        spans = retrieval.annotation.documents
         for node, end in path:
             start = end - len(node.key)
-            if end > retrieval.prompt_tokens or start < retrieval.counted_end:
+            if end > retrieval.prompt_tokens:
+                break
+            if start < retrieval.counted_end and node.creation_time <= retrieval.counted_at:
                 continue
             statistics = node.statistics
             statistics.frequency += 1
             statistics.last_access = self.tree_core.access_time
             self._count_documents(retrieval, start, device_hit, hit, req)
-            counted = len(retrieval.document_counts)
-            if counted and end <= retrieval.annotation.documents[counted - 1].end:
+            index = bisect_right(spans, start, key=lambda span: self._page_floor(span.start)) - 1
+            if index >= 0 and end <= spans[index].end:
                 statistics.document_frequency = max(
-                    statistics.document_frequency, retrieval.document_counts[-1]
+                    statistics.document_frequency, retrieval.document_counts[index]
                 )
             if end > hit:
                 statistics.add_cost(cost, new_tokens)
@@ -170,7 +175,8 @@ class KnowledgeTree(UnifiedRadixCache):
                 alone = self.settings.prefill_cost(start, len(node.key))
                 statistics.add_cost(alone, len(node.key))
             self.tree_core.refresh_priorities(node)
-            retrieval.counted_end = end
+            retrieval.counted_end = max(retrieval.counted_end, end)
+        retrieval.counted_at = time_counter()
         if retrieval.inserted_end >= self._page_floor(retrieval.prompt_tokens):
             # Those that share their only page with the end of the prompt, too.
             self._count_documents(retrieval, retrieval.prompt_tokens, device_hit, hit, req)

@@ -24,6 +24,8 @@ class Retrieval:
         inserted_end: End of the part of it that the request has put into the tree.
         counted: Whether the request is counted.
         counted_end: End of the part of the prompt whose nodes are counted.
+        counted_at: SGLang's logical time of the last count. What is younger was inserted
+            again, after a retraction.
         document_counts: Retrievals, this one included, of its documents counted so far.
     """
 
@@ -32,6 +34,7 @@ class Retrieval:
     inserted_end: int = 0
     counted: bool = False
     counted_end: int = 0
+    counted_at: int = 0
     document_counts: list[int] = field(default_factory=list)
 
     @classmethod

@@ -22,8 +22,9 @@ class NodeStatistics:
 
     Attributes:
         frequency: Retrievals that read the node since it was inserted.
-        document_frequency: Retrievals, at any place, of the document last read through the
-            node; 0 when the node isn't part of a document. Survives the node.
+        document_frequency: Retrievals, at any place, of the document that the node is part
+            of, as of its last use; of the most retrieved one when several share the node, 0
+            when it is part of none. The count survives the node.
         cost_per_token_s: Sum over the prefills that computed the node of prefill seconds
             divided by new tokens.
         cost_samples: Number of terms in `cost_per_token_s`.

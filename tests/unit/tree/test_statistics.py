@@ -115,6 +115,71 @@ def test_a_retracted_request_is_counted_once_and_still_gets_its_documents_named(
         assert h.tree.counters.requests == 2
 
 
+def test_what_a_retracted_request_computes_again_is_worth_as_much_as_before():
+    with harness(device_tokens=400) as h:
+        tokens, spans = prompt("a", "b")
+        h.serve(*prompt("a"))
+        req = h.request(tokens, spans)
+        h.admit(req)
+        h.compute(req)
+        h.publish(req)
+        h.decode(req, 1)
+        before = [h.ends()[name].statistics for name in "ab"]
+        h.drop(req)
+        req.reset_for_retract()
+        h.serve(*prompt(*"xyzuvwtsr"))  # drives the rest out
+        assert "a" not in h.ends()
+        h.admit(req)
+        h.compute(req)
+        h.publish(req)
+        after = [h.ends()[name].statistics for name in "ab"]
+        assert [s.document_frequency for s in after] == [s.document_frequency for s in before]
+        assert [s.frequency for s in after] == [1, 1]
+        assert all(s.mean_cost_per_token_s > 0 for s in after)
+        assert h.tree.counters.requests == 3
+        h.finish(req)
+        h.check()
+
+
+def test_a_retracted_request_that_finds_its_nodes_again_counts_them_no_more():
+    with harness(device_tokens=400) as h:
+        tokens, spans = prompt("a", "b")
+        req = h.request(tokens, spans)
+        h.admit(req)
+        h.compute(req, 64)
+        h.publish(req)
+        h.drop(req)
+        req.reset_for_retract()
+        h.admit(req)
+        h.compute(req)
+        h.publish(req)
+        assert frequencies(h, "ab") == [1, 1]
+        h.finish(req)
+        h.check()
+
+
+def test_a_document_within_a_page_is_a_hit_only_when_its_page_was():
+    with harness(device_tokens=400, page_size=16) as h:
+        tokens, spans = prompt("a", tokens=5)  # all of it in the second page, [16, 32)
+        h.serve(tokens, spans)
+        assert h.tree.counters.device_hit_documents == 0
+        h.serve([*tokens[:20], 3, 4, 5], [("other", 20, 22)])
+        assert h.tree.counters.device_hit_tokens == 16
+        assert h.tree.counters.device_hit_documents == 0
+        h.serve([*tokens, *range(20)], spans)
+        assert h.tree.counters.device_hit_documents == 1
+
+
+def test_parallel_samples_of_a_speculation_are_one_retrieval():
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a")
+        h.serve(tokens, spans, n=3, max_new_tokens=0, output=(), speculative=True)
+        for _ in range(3):
+            h.serve(tokens, spans, n=3, speculative=True)
+        assert frequencies(h, "a") == [1]
+        assert h.tree.counters.requests == 1
+
+
 def test_parallel_samples_are_one_retrieval():
     with harness(device_tokens=1000) as h:
         tokens, spans = prompt("a")
