@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ def check_integrity(tree: KnowledgeTree) -> None:
     Slots are disjoint, and free + cached slots are the capacity of each tier: exactly while
     no request holds slots of its own, at most otherwise. A node on the device has its parent
     there, a node on host has its parent in either. A node was copied to host at most once.
-    Statistics fall along a path as its users do, and a document's chain has its length.
+    No node was read more often than its parent, and a document begins where a node does.
     """
     tree.sanity_check()
     nodes = tree.tree_core.nodes()
@@ -71,10 +72,14 @@ def _check_node(tree: KnowledgeTree, node: DocumentNode) -> None:
     assert not (node.occurrences and node.is_tail), f"node {node.id}: a document and a tail"
     if parent is not root:
         assert not parent.is_tail or node.is_tail, f"node {node.id}: document below a tail"
+        assert parent.statistics.frequency >= statistics.frequency, (
+            f"node {node.id}: read more often than its parent"
+        )
     if node.occurrences:
-        depth = sum(len(above.key) for above in tree.tree_core.path_to(node.id))
+        lengths = [len(above.key) for above in reversed(tree.tree_core.path_to(node.id))]
+        chains = set(accumulate(lengths))
         for occurrence in node.occurrences:
-            assert 0 < occurrence.tokens <= depth, f"node {node.id}: {occurrence} is too long"
+            assert occurrence.tokens in chains, f"node {node.id}: {occurrence} begins inside a node"
     for tier in (tree.component.device, tree.component.host):
         leaves = (
             tree.tree_core.evictable_device_leaves

@@ -407,16 +407,9 @@ class TreeMachine(RuleBasedStateMachine):
         path = tree.tree_core.path_to(node.id)
         tokens = [token for above in path for token in above.key.token_ids]
         extra_key = node.key.extra_key
-        ends, end = set(), 0
-        for above in path:
-            ends.add(end)
-            end += len(above.key)
         allowed = self.occurrences.get((extra_key, tuple(tokens)), set())
         for occurrence in node.occurrences:
             assert (occurrence.document.id, occurrence.tokens) in allowed
-            assert len(tokens) - occurrence.tokens in ends, "a document that begins inside a node"
-        if node.parent is not tree.tree_core.root_node:
-            assert node.parent.statistics.frequency >= node.statistics.frequency
         if not self.removed:
             readers = sum(
                 key == extra_key and prompt[: len(tokens)] == tokens for key, prompt, _ in self.read
@@ -462,7 +455,7 @@ _SETTINGS = settings(
 
 def test_the_tree_stays_right_whatever_the_scheduler_does():
     run_state_machine_as_test(
-        TreeMachine, settings=settings(_SETTINGS, max_examples=30, stateful_step_count=40)
+        TreeMachine, settings=settings(_SETTINGS, max_examples=100, stateful_step_count=50)
     )
 
 
@@ -472,7 +465,7 @@ def test_the_tree_stays_right_over_a_hundred_thousand_steps():
         TreeMachine,
         settings=settings(
             _SETTINGS,
-            max_examples=1000,
+            max_examples=1200,
             stateful_step_count=100,
             phases=[Phase.generate, Phase.shrink],
         ),
