@@ -180,12 +180,13 @@ def _annotate(data: dict[str, Any], strict: bool) -> None:
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """The JSON events of a server-sent stream, up to its end mark."""
+    """The JSON events of a server-sent stream; RequestError unless it ends with its mark."""
     for line in response.iter_lines():
         if line == b"data: [DONE]":
             return
         if line.startswith(b"data:"):
             yield json.loads(line.removeprefix(b"data:"))
+    raise RequestError("the server closed the stream before its end; its log may say why")
 
 
 def _check_result(result: dict[str, Any]) -> None:

@@ -116,9 +116,17 @@ def test_cancelling_one_program_leaves_others_alone(backend: RagEndpoint, stub: 
     assert answer.run(backend=backend)["answer"] == "[10]"
 
 
-def test_an_error_within_a_stream_is_raised(backend: RagEndpoint, stub: Any) -> None:
-    event = 'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
-
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ('data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n', "too long"),
+        ("", "closed the stream"),
+        ('data: {"text": "half", "meta_info": {"finish_reason": null}}\n\n', "closed the stream"),
+    ],
+)
+def test_a_broken_stream_is_raised(
+    backend: RagEndpoint, stub: Any, event: str, message: str
+) -> None:
     class Body:
         def iter_lines(self) -> list[bytes]:
             return event.encode().split(b"\n")
@@ -128,7 +136,7 @@ def test_an_error_within_a_stream_is_raised(backend: RagEndpoint, stub: Any) -> 
 
     backend._post = lambda route, data: Body()  # type: ignore[method-assign]
     state = answer.run(backend=backend, stream=True)
-    with pytest.raises(RequestError, match="too long"):
+    with pytest.raises(RequestError, match=message):
         list(state.text_iter())
 
 
