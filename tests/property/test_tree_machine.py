@@ -304,7 +304,15 @@ class TreeMachine(RuleBasedStateMachine):
         self.arrive(SYSTEMS[2], names, 0, 5, None, True, None, "plain")
         flight = self.flights[-1]
         self._admit(flight, None)
-        self._end(flight, aborted=False, checkpoint=flight.phase == "computed")
+        if flight.phase == "waiting":
+            self._end(flight, aborted=True)
+            return
+        self.publish(len([f for f in self.flights if f.phase == "computed"]) - 1)
+        for token in (7_000, 7_001, 7_002):
+            if self._makes_room(flight.req, 1):
+                self.h.decode(flight.req, token)
+                flight.tokens_since_prefill += 1
+        self._end(flight, aborted=False, checkpoint=True)
 
     @rule(tokens=st.integers(1, 120))
     def evict(self, tokens: int) -> None:

@@ -34,9 +34,10 @@ def test_a_page_across_a_boundary_belongs_to_the_later_node():
         assert [len(node.key) for node in path] == [16, 32, 48]
 
 
-def test_a_document_smaller_than_a_page_has_no_node_and_breaks_nothing():
+@pytest.mark.parametrize("question_tokens", [1, 7])  # the prompt ends in their page, or later
+def test_a_document_smaller_than_a_page_has_no_node_and_breaks_nothing(question_tokens):
     with harness(device_tokens=400, page_size=16) as h:
-        tokens, spans = prompt("a", "b", tokens=5)
+        tokens, spans = prompt("a", "b", tokens=5, question_tokens=question_tokens)
         req = h.serve(tokens, spans)
         assert "b" not in h.ends() or spans_of(h, "b")[1] <= 32
         assert h.tree.counters.documents == 2

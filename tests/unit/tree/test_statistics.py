@@ -66,12 +66,16 @@ def test_only_requests_that_computed_a_node_add_to_its_cost():
 
 
 def test_both_halves_of_a_split_keep_all_statistics():
-    with harness(device_tokens=1000) as h:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    with harness(device_tokens=1000, host_tokens=1000) as h:
         tokens, spans = prompt("a")
         h.serve(tokens, spans)
         h.serve(tokens, spans)
         whole = h.ends()["a"]
         known = whole.statistics.copy()
+        assert h.tree.evict(EvictParams(num_tokens=50)).num_tokens_evicted >= 47
+        assert (whole.evicted, whole.host_copies) == (True, 1)
         partial = [*tokens[:40], 3, 4, 5]
         req = h.request(partial)
         req.init_next_round_input(h.tree)  # matching alone splits
@@ -79,8 +83,29 @@ def test_both_halves_of_a_split_keep_all_statistics():
         upper = whole.parent
         assert upper.statistics == whole.statistics == known
         assert upper.statistics is not whole.statistics
-        assert (upper.is_tail, upper.matched) == (whole.is_tail, whole.matched)
+        for name in ("is_tail", "matched", "host_copies", "priorities"):
+            assert getattr(upper, name) == getattr(whole, name)
         h.check()
+
+
+def test_a_head_that_documents_share_counts_as_the_one_retrieved_most():
+    with harness(device_tokens=1000) as h:
+        heading = document("heading", 10)
+        for name in "xxxy":
+            h.serve([*heading, *document(name, 30), 7], [(name, 0, 40)])
+        head = h.ends()["x"].parent
+        assert h.ends()["y"].parent is head
+        assert head.statistics.document_frequency == 3
+        assert h.ends()["y"].statistics.document_frequency == 1
+
+
+def test_neither_question_nor_output_counts_as_a_document_and_output_as_no_use():
+    with harness(device_tokens=1000) as h:
+        h.serve(*prompt("a"))
+        (question,) = h.ends()["a"].children.values()
+        (output,) = question.children.values()
+        assert (question.statistics.frequency, question.statistics.document_frequency) == (1, 0)
+        assert (output.statistics.frequency, output.statistics.cost_samples) == (0, 0)
 
 
 def test_matching_for_the_queue_counts_nothing():
