@@ -73,7 +73,7 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         self._save(k, v, layer, forward_batch, save_kv_cache)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = query.new_empty((query.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        outputs = []
         start = 0
         new_lens = forward_batch.extend_seq_lens.tolist()
         for new, plan in zip(new_lens, self._prefix_plans, strict=True):
@@ -86,12 +86,9 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
                 # that a token looks the same to its own request and to later ones.
                 key, value = self._read(layer, forward_batch.out_cache_loc[rows], query.dtype)
                 own = key.clone(), value.clone()
-            output[rows] = extend_attention(
-                query[rows],
-                *own,
-                scale=layer.scaling,
-                prefix=None if plan is None else self._gather(plan, layer, query.dtype),
-            )
+            prefix = None if plan is None else self._gather(plan, layer, query.dtype)
+            outputs.append(extend_attention(query[rows], *own, scale=layer.scaling, prefix=prefix))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.flatten(1)
 
     def forward_decode(

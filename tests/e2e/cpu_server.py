@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -84,7 +85,8 @@ def running_server(
     """Serve `model` with `sglang serve` until the block ends.
 
     The server runs in a temporary folder, so that nothing is importable from the checkout by
-    accident, and in its own process group. On exit every process it started is ended.
+    accident, and in its own process group. On exit every process it started is ended, also when
+    this process is told to terminate.
 
     Args:
         model: Model directory.
@@ -112,11 +114,25 @@ def running_server(
                 start_new_session=True,
             )
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(process, url, log_path, command)
-            yield Server(url, process.pid, log_path, time.monotonic() - started)
+            with _termination_as_exit():
+                url = f"http://127.0.0.1:{port}"
+                _wait_until_healthy(process, url, log_path, command)
+                yield Server(url, process.pid, log_path, time.monotonic() - started)
         finally:
             _end_tree(process)
+
+
+@contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Turn SIGTERM into `SystemExit`, which runs the clean-up that the signal would skip."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _wait_until_healthy(
