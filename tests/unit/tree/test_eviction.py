@@ -131,7 +131,7 @@ def test_a_flush_sets_clocks_back_and_forgets_all_candidates():
         h.tree.reset()
         h.allocator.clear()
         for tier in (h.tree.component.device, h.tree.component.host):
-            assert (tier.clock, tier.pop(), tier._heap) == (0.0, None, [])
+            assert (tier.clock, len(tier._heap)) == (0.0, 0)
         h.serve(*prompt("a"))
 
 
@@ -214,9 +214,12 @@ def test_the_heap_stays_in_proportion_to_the_leaves():
         assert len(h.tree.component.device._heap) <= 1024 + 2 * leaves + 2
         question = next(iter(h.tree.tree_core.evictable_device_leaves))
         question.statistics.frequency += 1
+        question.statistics.add_cost(1.0, 1)
         h.tree.tree_core.refresh_priorities(question)
-        device = TierName.DEVICE
+        device, entries = TierName.DEVICE, len(h.tree.component.device._heap)
         assert question.offered[device] == question.priorities[device]
+        h.tree.component.device.offer(question)
+        assert len(h.tree.component.device._heap) == entries
 
 
 def test_a_first_chunk_that_nothing_is_published_of_is_no_leak():

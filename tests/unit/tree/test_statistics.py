@@ -6,6 +6,8 @@ import pytest
 from tree_harness import harness
 from unit.tree.prompts import document, prompt
 
+from rag_radix.statistics import DocumentFrequencies, DocumentKey
+
 
 def frequencies(h, names):
     return [h.ends()[name].statistics.frequency for name in names]
@@ -63,6 +65,27 @@ def test_only_requests_that_computed_a_node_add_to_its_cost():
         assert statistics.cost_samples == 1
         assert statistics.mean_cost_per_token_s == pytest.approx(cost / len(tokens))
         assert spans
+
+
+def test_a_document_behind_a_cached_prefix_costs_what_it_took_behind_it():
+    with harness(device_tokens=1000) as h:
+        h.serve(*prompt("a"))
+        tokens, _ = served = prompt("a", "b")
+        req = h.serve(*served)
+        hit = req.cached_tokens_device
+        new = len(tokens) - hit
+        assert hit == 60
+        cost = h.tree.settings.prefill_cost(hit, new) / new
+        assert h.ends()["b"].statistics.mean_cost_per_token_s == pytest.approx(cost)
+
+
+def test_the_document_retrieved_longest_ago_is_forgotten_first():
+    frequencies = DocumentFrequencies(capacity=2)
+    for name in "abac":
+        frequencies.record(DocumentKey(name))
+    assert len(frequencies) == 2
+    assert frequencies.record(DocumentKey("a")) == 3
+    assert frequencies.record(DocumentKey("b")) == 1
 
 
 def test_both_halves_of_a_split_keep_all_statistics():
