@@ -473,7 +473,7 @@ def test_the_tree_stays_right_over_a_hundred_thousand_steps():
         TreeMachine,
         settings=settings(
             _SETTINGS,
-            max_examples=1200,
+            max_examples=1300,
             stateful_step_count=100,
             phases=[Phase.generate, Phase.shrink],
         ),
