@@ -41,6 +41,8 @@ def plan_batch(
 ) -> list[GatherPlan]:
     """Group requests of similar length, so that padding never doubles the work.
 
+    Within a group, requests keep the order of the batch: a plan alone covers the batch as it is.
+
     Args:
         req_to_token: `[max_requests, max_context]`, the slot of each token of a request.
         request_rows: `[requests]`, the row of `req_to_token` of each request.

@@ -105,6 +105,9 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         self._save(k, v, layer, forward_batch, save_kv_cache)
         query = q.reshape(-1, 1, layer.tp_q_head_num, layer.qk_head_dim)
+        if len(self._decode_plans) == 1:
+            gathered = self._gather(self._decode_plans[0], layer, query.dtype)
+            return gathered_attention(query, *gathered, scale=layer.scaling)[0].flatten(1)
         output = query.new_empty((query.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         for plan in self._decode_plans:
             attended, _ = gathered_attention(

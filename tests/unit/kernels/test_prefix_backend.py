@@ -33,8 +33,14 @@ def _single_rank() -> Any:
 class Setup:
     """A pool that holds some requests, and a batch over it."""
 
-    def __init__(self, *, mla: bool = False, **layer_options: Any) -> None:
-        lengths = [p + n for p, n in zip(PREFIX_LENS, NEW_LENS, strict=True)]
+    def __init__(
+        self,
+        *,
+        mla: bool = False,
+        prefix_lens: tuple[int, ...] = PREFIX_LENS,
+        **layer_options: Any,
+    ) -> None:
+        lengths = [p + n for p, n in zip(prefix_lens, NEW_LENS, strict=True)]
         size = sum(lengths) + 20
         self.kv_heads, self.dim, self.value_dim = (1, 40, 32) if mla else (2, 32, 32)
         if mla:
@@ -124,8 +130,11 @@ def test_extend_over_a_real_pool_matches_the_reference(mla: bool, kv_given: bool
 
 
 @pytest.mark.parametrize("mla", [False, True])
-def test_decode_over_a_real_pool_matches_the_reference(mla: bool) -> None:
-    setup = Setup(mla=mla)
+@pytest.mark.parametrize("prefix_lens", [(0, 70, 1, 16), (40, 70, 20, 60)])
+def test_decode_over_a_real_pool_matches_the_reference(
+    mla: bool, prefix_lens: tuple[int, ...]
+) -> None:
+    setup = Setup(mla=mla, prefix_lens=prefix_lens)
     query, key, value = setup.decode()
     backend = PrefixAttnBackend(setup.runner)
     backend.init_forward_metadata(setup.batch)
