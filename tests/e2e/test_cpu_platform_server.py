@@ -121,10 +121,13 @@ def test_a_server_without_any_flag_of_ours_answers_like_uncached_torch_native(
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--page-size", "16", "--chunked-prefill-size", "128"),
-        ("--page-size", "1", "--disable-overlap-schedule"),
+        pytest.param(("--page-size", "16", "--chunked-prefill-size", "128"), id="page-16-chunks"),
+        pytest.param(
+            ("--page-size", "1", "--disable-overlap-schedule"),
+            id="page-1-no-overlap",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["page-16-chunks", "page-1-no-overlap"],
 )
 def test_stock_hierarchical_cache_answers_from_host_memory_without_a_changed_token(
     flags: tuple[str, ...],
