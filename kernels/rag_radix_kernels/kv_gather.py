@@ -57,9 +57,9 @@ def plan_batch(
             groups[-1].append(i)
         else:
             groups.append([i])
+    work = {"kv_heads": kv_heads, "threads": threads}
     return [
-        plan_group(req_to_token, request_rows, group, lengths, kv_heads=kv_heads, threads=threads)
-        for group in groups
+        plan_group(req_to_token, request_rows, sorted(group), lengths, **work) for group in groups
     ]
 
 
