@@ -17,12 +17,6 @@ from transformers import AutoTokenizer
 
 MODEL = Path(__file__).parents[2] / ".cache" / "models" / "SmolLM2-135M-Instruct"
 OUTPUT_TOKENS = 6
-STRICT = {
-    "OMP_NUM_THREADS": "2",
-    "RAG_RADIX_CHECK_INTEGRITY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-}
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,6 @@ COMMON = (
     "--skip-tokenizer-init",
     *("--log-level", "info"),
 )
-STRICT_CHECKS = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +101,7 @@ def _answer_batch(server: Server, prompts: list[list[int]]) -> list[list[int]]:
 def test_a_server_without_any_flag_of_ours_answers_like_uncached_torch_native(
     tiny_model: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    with running_server(tiny_model, *COMMON, env=STRICT_CHECKS) as server:
+    with running_server(tiny_model, *COMMON) as server:
         info = server.get("/server_info")
         assert info["device"] == "cpu"
         assert info["attention_backend"] == "rag_prefix"
@@ -136,7 +132,7 @@ def test_stock_hierarchical_cache_answers_from_host_memory_without_a_changed_tok
     expected: list[list[int]],
 ) -> None:
     flags += ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--max-total-tokens", "1200")
-    with running_server(tiny_model, *COMMON, *flags, env=STRICT_CHECKS) as server:
+    with running_server(tiny_model, *COMMON, *flags) as server:
         from_host = 0
         for _ in range(3):
             for prompt, output in zip(prompts, expected, strict=True):

@@ -17,7 +17,6 @@ from e2e.cpu_server import Server, running_server
 from e2e.exactness import (
     MODEL,
     OUTPUT_TOKENS,
-    STRICT,
     Prompt,
     Reference,
     ask,
@@ -80,7 +79,6 @@ def serving(setup: Setup):
         "--dtype",
         setup.dtype,
         *setup.flags,
-        env=STRICT,
     )
 
 
@@ -103,7 +101,7 @@ def prompts(setup: Setup) -> list[Prompt]:
 @functools.cache
 def references(dtype: str, prompts: tuple[Prompt, ...]) -> list[Reference]:
     flags = ["--disable-radix-cache", "--attention-backend", "torch_native", "--dtype", dtype]
-    with running_server(MODEL, *flags, env=STRICT) as stock:
+    with running_server(MODEL, *flags) as stock:
         return [reference(stock, prompt) for prompt in prompts]
 
 

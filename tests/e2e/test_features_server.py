@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from e2e.cpu_server import Server, running_server
-from e2e.exactness import MODEL, STRICT, Prompt, ask, assert_intact, make_prompts, stats, stream
+from e2e.exactness import MODEL, Prompt, ask, assert_intact, make_prompts, stats, stream
 
 pytestmark = pytest.mark.server
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.server
 def server() -> Iterator[Server]:
     flags = ["--radix-cache-backend", "knowledge-tree", "--enable-hierarchical-cache"]
     flags += ["--max-total-tokens", "2048", "--hicache-ratio", "4", "--dtype", "float32"]
-    with running_server(MODEL, *flags, env=STRICT) as running:
+    with running_server(MODEL, *flags) as running:
         yield running
 
 
