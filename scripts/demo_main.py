@@ -190,7 +190,9 @@ def finish(answers: Sequence[Answer], server: Server, options: Options, model: P
         print(f"    kill -- -{server.pid}    stops it")
     print('    ./scripts/demo --question "What does the with statement do?"')
     print("    ./scripts/demo --chat")
+    print("    ./scripts/demo --keep    leaves the server running")
     print(f"    .venv/bin/rag-radix serve --model-path {model.relative_to(ROOT)}")
+    print("    README.md has a program to ask it with; this demo's index is .cache/demo/index")
     sys.stdout.flush()
 
 

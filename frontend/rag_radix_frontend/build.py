@@ -43,7 +43,10 @@ def build_index(
     if not source.is_file():
         raise ArgumentError(f"{source} is not a file")
     if out.exists() and not overwrite:
-        raise ArgumentError(f"{out} exists; choose another directory or ask to overwrite it")
+        raise ArgumentError(
+            f"{out} exists; choose another directory, or replace it with --overwrite "
+            "(overwrite=True)"
+        )
     if isinstance(encoder, str):
         encoder = load_encoder(encoder)
 

@@ -28,12 +28,15 @@ def annotate(
     otherwise it then serves it as one without documents.
 
     Raises:
-        ArgumentError: names the first document that doesn't occur after the one before it.
+        ArgumentError: names the first document that isn't a `Document` or doesn't occur after the
+            one before it.
     """
     texts = [text for message in messages for text in _texts(message)]
     quoted: list[tuple[Document, str]] = []
     at, start = 0, 0
     for document in documents:
+        if not isinstance(document, Document):
+            raise ArgumentError(f"{document!r} is no Document: give Document(id=..., text=...)")
         text = document.text.strip()
         if not text:
             raise ArgumentError(f"document {document.id!r} has no text")

@@ -61,3 +61,8 @@ def test_documents_may_spread_over_messages_and_content_parts() -> None:
 def test_a_document_of_white_space_is_refused() -> None:
     with pytest.raises(ArgumentError, match="'blank'"):
         annotate(MESSAGES, [Document("blank", " \n")])
+
+
+def test_a_dictionary_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ArgumentError, match=r"no Document: give Document\(id"):
+        annotate(MESSAGES, [{"id": "cats", "text": "Cats purr."}])  # type: ignore[list-item]
