@@ -1,10 +1,8 @@
-"""Hardware skips, and the checks that every server of a test runs with."""
+"""The checks that every server of a test runs with."""
 
 from __future__ import annotations
 
 import os
-
-import pytest
 
 # SGLang's own accounting, whose failure ends the server, and our tree's.
 CHECKS = {
@@ -16,13 +14,3 @@ CHECKS = {
 
 def pytest_configure() -> None:
     os.environ.update(CHECKS)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_tests:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in gpu_tests:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
