@@ -31,10 +31,11 @@ def make_server(tmp_path: Path, script: str) -> Any:
 
 def is_running(pid: int) -> bool:
     try:
-        # A zombie has no command line.
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
-    except FileNotFoundError:
+        # Not its command line, which is empty while a process changes into another program.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    return state not in "ZX"
 
 
 def wait_for_line(path: Path) -> str:
