@@ -21,6 +21,10 @@ class AnnotationError(RagRadixError, ValueError):
         self.field = field
 
 
+class TraceError(RagRadixError, ValueError):
+    """A request trace can't be read or written; the message names line and field."""
+
+
 class UnsupportedError(RagRadixError, RuntimeError):
     """The server's model or flags can't be combined with what was asked for."""
 

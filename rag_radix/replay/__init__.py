@@ -1,0 +1,1 @@
+"""Replay of request traces without a model: workloads, policies, and the clairvoyant bound."""

@@ -1,0 +1,241 @@
+"""Synthetic request traces, each a table of parameters, seeded and deterministic.
+
+Every workload asks about topics (see `rag_radix.replay.popularity`) of a corpus of 300,000
+documents with a mean of 1,500 tokens. A prompt is a system prompt of 32 tokens, the documents
+with 4 tokens between them, and a question of 50 to 150 tokens. Requests arrive by a Poisson
+process. Popularity falls over topics by Zipf and Mandelbrot's law, its exponent set so that
+the stated share holds.
+
+| name           | top documents | their retrievals | besides                              |
+|----------------|---------------|------------------|--------------------------------------|
+| `mmlu-like`    | 3%            | 60%              |                                      |
+| `mmlu-hot`     | 3%            | 85%              |                                      |
+| `nq-like`      | 10%           | 50%              |                                      |
+| `hotpot-like`  | 10%           | 50%              | two hops of k documents in one prompt|
+| `drift`        | 3%            | 60%              | half of the topics change popularity |
+|                |               |                  | every 20k requests; 10% one-offs     |
+| `burst`        | 3%            | 60%              | half of the requests take the topic  |
+|                |               |                  | of one of the last 300; 10% one-offs |
+| `drift-burst`  | 3%            | 60%              | both                                 |
+| `scan`         | 3%            | 60%              | 30% of the requests walk once through|
+|                |               |                  | the less popular half of the corpus  |
+| `update-heavy` | 3%            | 60%              | each retrieval is followed by a new  |
+|                |               |                  | version of its document in 5%        |
+| `uniform`      | -             | -                | all topics equally popular           |
+
+The stated share is that of the topic popularity: one-offs, scans and bursts come on top of it.
+A one-off is a document that is retrieved once and never again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rag_radix.errors import ConfigError
+from rag_radix.replay.popularity import (
+    RANKED,
+    Corpus,
+    Integers,
+    calibrated_shares,
+    make_corpus,
+    perturbed_ranks,
+)
+from rag_radix.replay.trace import TraceDocument, TraceRequest
+
+SYSTEM_TOKENS = 32
+SEPARATOR_TOKENS = 4
+QUESTION_TOKENS = (50, 151)
+# A hop's question, and what the model wrote before it retrieved again.
+HOP_TOKENS = (60, 261)
+WORDINGS = 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Parameters of a synthetic trace; the module's table says what the named ones have.
+
+    Attributes:
+        hot_documents: Part of the documents that is called hot.
+        hot_share: Share of the retrievals that the hot documents get; None: equal popularity.
+        hops: Retrievals in one prompt, with generated text between them.
+        drift_every: Requests between two shifts of popularity; 0: none.
+        drifting: Part of the topics that trade their popularity in a shift.
+        bursts: Part of the requests that take the topic of a recent one.
+        burst_window: How far back, in requests, "recent" reaches.
+        one_offs: Part of the retrievals that meet a document never seen again.
+        scans: Part of the requests that belong to one sequential pass over cold documents.
+        updates: Part of the retrievals after which the document has a new version.
+    """
+
+    hot_documents: float = 0.03
+    hot_share: float | None = 0.60
+    hops: int = 1
+    drift_every: int = 0
+    drifting: float = 0.5
+    bursts: float = 0.0
+    burst_window: int = 300
+    one_offs: float = 0.0
+    scans: float = 0.0
+    updates: float = 0.0
+
+
+WORKLOADS: dict[str, Workload] = {
+    "mmlu-like": Workload(),
+    "mmlu-hot": Workload(hot_share=0.85),
+    "nq-like": Workload(hot_documents=0.10, hot_share=0.50),
+    "hotpot-like": Workload(hot_documents=0.10, hot_share=0.50, hops=2),
+    "drift": Workload(drift_every=20_000, one_offs=0.1),
+    "burst": Workload(bursts=0.5, one_offs=0.1),
+    "drift-burst": Workload(drift_every=20_000, bursts=0.5, one_offs=0.1),
+    "scan": Workload(scans=0.3),
+    "update-heavy": Workload(updates=0.05),
+    "uniform": Workload(hot_share=None),
+}
+
+
+def generate(
+    name: str,
+    *,
+    requests: int,
+    seed: int,
+    k: int = 2,
+    documents: int = 300_000,
+    mean_document_tokens: int = 1_500,
+    requests_per_s: float = 1.0,
+    output_tokens: int = 8,
+) -> list[TraceRequest]:
+    """The first `requests` requests of workload `name`; the same arguments give the same trace.
+
+    Args:
+        name: A key of `WORKLOADS`.
+        requests: Requests to draw.
+        seed: Of corpus, popularity and requests.
+        k: Documents a retrieval returns, 1 to 8.
+        documents: Documents in the corpus, at least 24.
+        mean_document_tokens: Mean length of a document.
+        requests_per_s: Mean arrival rate.
+        output_tokens: Tokens generated for each request.
+
+    Raises:
+        ConfigError: No such workload, or `k` or `documents` out of range.
+    """
+    if name not in WORKLOADS:
+        raise ConfigError(f"no workload {name!r}: take one of {', '.join(WORKLOADS)}")
+    if not 1 <= k <= RANKED:
+        raise ConfigError(f"k={k}: a topic ranks {RANKED} documents, give 1 to {RANKED}")
+    if documents < 3 * RANKED:
+        raise ConfigError(f"documents={documents}: give at least {3 * RANKED}")
+    workload = WORKLOADS[name]
+    rng = np.random.default_rng(seed)
+    corpus = make_corpus(rng, documents, mean_document_tokens)
+    topics = _topics(rng, workload, corpus, requests, k)
+    places = [_retrieved(rng, corpus, topics, k)]
+    hop_tokens = np.zeros((requests, 0), dtype=np.int64)
+    for _ in range(1, workload.hops):
+        bridge = rng.permutation(corpus.topics)
+        wording = rng.integers(*HOP_TOKENS, (corpus.topics, WORDINGS))
+        text = wording[topics, rng.integers(WORDINGS, size=requests)]
+        hop_tokens = np.column_stack([hop_tokens, text])
+        topics = bridge[topics]
+        places.append(_retrieved(rng, corpus, topics, k))
+    retrieved = np.hstack(places)
+    if workload.scans:
+        _scan(rng, workload, corpus, retrieved)
+    lengths = corpus.lengths_tokens[retrieved]
+    if workload.one_offs:
+        (rows, columns) = np.nonzero(rng.random(retrieved.shape) < workload.one_offs)
+        retrieved[rows, columns] = documents + np.arange(len(rows))
+        lengths[rows, columns] = rng.choice(corpus.lengths_tokens, len(rows))
+    versions = _versions(rng, workload, retrieved)
+    gaps = np.full(retrieved.shape, SEPARATOR_TOKENS)
+    gaps[:, 0] = SYSTEM_TOKENS
+    gaps[:, k::k] = hop_tokens
+    ends = np.cumsum(gaps + lengths, axis=1)
+    totals = ends[:, -1] + rng.integers(*QUESTION_TOKENS, requests)
+    arrivals = np.cumsum(rng.exponential(1 / requests_per_s, requests))
+    rows_of = zip(
+        arrivals.tolist(),
+        retrieved.tolist(),
+        versions.tolist(),
+        (ends - lengths).tolist(),
+        ends.tolist(),
+        totals.tolist(),
+        strict=True,
+    )
+    return [
+        TraceRequest(
+            arrival_s=arrival,
+            documents=tuple(
+                TraceDocument(f"d{document}", f"v{version}", start, end)
+                for document, version, start, end in zip(ids, revisions, first, last, strict=True)
+            ),
+            prompt_tokens=total,
+            output_tokens=output_tokens,
+        )
+        for arrival, ids, revisions, first, last, total in rows_of
+    ]
+
+
+def _topics(
+    rng: np.random.Generator, workload: Workload, corpus: Corpus, requests: int, k: int
+) -> Integers:
+    """The topic of each request's first hop, `[requests]`."""
+    if workload.hot_share is None:
+        return rng.integers(corpus.topics, size=requests)
+    shares = calibrated_shares(corpus, part=workload.hot_documents, share=workload.hot_share, k=k)
+    # By popularity first, so that a shift of popularity is another order of the topics.
+    by_popularity = np.searchsorted(shares.cumsum(), rng.random(requests))
+    popularity = by_popularity.clip(max=corpus.topics - 1)
+    order = np.arange(corpus.topics)
+    topics = np.empty(requests, dtype=np.int64)
+    period = workload.drift_every or requests
+    for first in range(0, requests, period):
+        if first:
+            moving = rng.choice(
+                corpus.topics, round(corpus.topics * workload.drifting), replace=False
+            )
+            order[moving] = order[rng.permutation(moving)]
+        topics[first : first + period] = order[popularity[first : first + period]]
+    repeats = rng.random(requests) < workload.bursts
+    back = rng.integers(1, workload.burst_window + 1, requests)
+    source = np.arange(requests)
+    source[repeats] = (source - back)[repeats].clip(min=0)
+    # A repeat of a repeat has the topic of the first of them.
+    while (source != source[source]).any():
+        source = source[source]
+    resolved: Integers = topics[source]
+    return resolved
+
+
+def _retrieved(rng: np.random.Generator, corpus: Corpus, topics: Integers, k: int) -> Integers:
+    """Document numbers for queries about `topics`, `[requests, k]`."""
+    ranks = perturbed_ranks(rng, len(topics), k)
+    retrieved: Integers = np.take_along_axis(corpus.ranking[topics], ranks, axis=1)
+    return retrieved
+
+
+def _scan(
+    rng: np.random.Generator, workload: Workload, corpus: Corpus, retrieved: Integers
+) -> None:
+    """Turn some requests into one pass over the documents of the less popular topics, in place."""
+    (rows,) = np.nonzero(rng.random(len(retrieved)) < workload.scans)
+    width = retrieved.shape[1]
+    uses = np.bincount(retrieved.ravel(), minlength=corpus.documents)
+    cold = np.sort(np.argsort(uses, kind="stable")[: corpus.documents // 2])
+    walk = np.resize(cold, len(rows) * width)
+    retrieved[rows] = walk.reshape(len(rows), width)
+
+
+def _versions(rng: np.random.Generator, workload: Workload, retrieved: Integers) -> Integers:
+    """Version of each retrieved document: how many of its retrievals before brought a new one."""
+    updated = (rng.random(retrieved.size) < workload.updates).astype(np.int64)
+    order = np.argsort(retrieved.ravel(), kind="stable")
+    sorted_documents = retrieved.ravel()[order]
+    before = np.cumsum(updated[order]) - updated[order]
+    is_first = np.concatenate([[True], sorted_documents[1:] != sorted_documents[:-1]])
+    start = np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+    versions = np.empty(retrieved.size, dtype=np.int64)
+    versions[order] = before - before[start]
+    return versions.reshape(retrieved.shape)
