@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from rag_radix import door, scheduler_hooks
+from rag_radix.component import KnowledgeComponent
 from rag_radix.cost_model import PrefillCostTable, default_cost_table
 from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
 from rag_radix.knowledge_tree import KnowledgeTree
@@ -21,7 +22,6 @@ from rag_radix.sglang_compat import (
     register_tree_core_backend,
     registered_tree_core_backends,
 )
-from rag_radix.tiers import KnowledgeComponent
 from rag_radix.tree_core import KnowledgeTreeCore
 
 logger = logging.getLogger(__name__)

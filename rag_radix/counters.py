@@ -19,6 +19,8 @@ class RequestCounters:
         host_hit_documents: Found whole, at least in part on host.
         dropped_tail_nodes: Tails that left the device without a copy.
         dropped_tail_tokens: Their tokens.
+        refused_nodes: Nodes that the policy did not find worth a copy to host.
+        refused_tokens: Their tokens.
     """
 
     requests: int = 0
@@ -30,3 +32,5 @@ class RequestCounters:
     host_hit_documents: int = 0
     dropped_tail_nodes: int = 0
     dropped_tail_tokens: int = 0
+    refused_nodes: int = 0
+    refused_tokens: int = 0

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from rag_radix.sglang_compat import ComponentType
-from rag_radix.tiers import TierName
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
@@ -20,8 +19,9 @@ def check_integrity(tree: KnowledgeTree) -> None:
 
     Slots are disjoint, and free + cached slots are the capacity of each tier: exactly while
     no request holds slots of its own, at most otherwise. A node on the device has its parent
-    there, a node on host has its parent in either. A node was copied to host at most once.
-    No node was read more often than its parent, and a document begins where a node does.
+    there, a node on host has its parent in either. A node was copied to host at most once,
+    and once more for each time that its copy was given up. No node was read more often than
+    its parent, and a document begins where a node does.
     """
     tree.sanity_check()
     nodes = tree.tree_core.nodes()
@@ -62,8 +62,9 @@ def check_integrity(tree: KnowledgeTree) -> None:
 
 def _check_node(tree: KnowledgeTree, node: DocumentNode) -> None:
     root, parent = tree.tree_core.root_node, node.parent
-    assert node.host_copies <= 1, f"node {node.id}: copied to host {node.host_copies} times"
-    assert not node.backuped or node.host_copies == 1 or tree.enable_storage, (
+    copies, reclaims = node.host_copies, node.host_reclaims
+    assert copies <= 1 + reclaims, f"node {node.id}: copied {copies} times, {reclaims} given up"
+    assert not node.backuped or copies == 1 + reclaims or tree.enable_storage, (
         f"node {node.id}: on host without a counted copy"
     )
     statistics = node.statistics
@@ -80,13 +81,13 @@ def _check_node(tree: KnowledgeTree, node: DocumentNode) -> None:
         chains = set(accumulate(lengths))
         for occurrence in node.occurrences:
             assert occurrence.tokens in chains, f"node {node.id}: {occurrence} begins inside a node"
-    for tier in (tree.component.device, tree.component.host):
-        leaves = (
-            tree.tree_core.evictable_device_leaves
-            if tier.name is TierName.DEVICE
-            else tree.tree_core.evictable_host_leaves
-        )
-        assert node not in leaves or node.offered[tier.name] == node.priorities[tier.name], (
+    assert statistics.tokens == len(node.key), f"node {node.id}: tokens in its statistics"
+    core, component = tree.tree_core, tree.component
+    for tier, is_candidate in (
+        (component.device, node in core.evictable_device_leaves),
+        (component.host, node in core.evictable_host_leaves),
+    ):
+        assert not is_candidate or node.offered[tier.name] == node.ranks[tier.name].floor, (
             f"node {node.id}: an evictable leaf that the {tier.name.name} heap doesn't offer"
         )
 

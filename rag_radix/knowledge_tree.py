@@ -5,14 +5,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
+from rag_radix.component import KnowledgeComponent
 from rag_radix.counters import RequestCounters
+from rag_radix.history import PathHistories
 from rag_radix.integrity import check_integrity
 from rag_radix.report import report
 from rag_radix.retrieval import Retrieval
 from rag_radix.settings import TreeSettings
-from rag_radix.sglang_compat import ComponentType, UnifiedRadixCache, time_counter
+from rag_radix.sglang_compat import (
+    ComponentType,
+    FreeComponentDeviceSlot,
+    UnifiedRadixCache,
+    time_counter,
+)
 from rag_radix.statistics import DocumentFrequencies
-from rag_radix.tiers import KnowledgeComponent
+from rag_radix.swap_out import SwapOut
 from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore, Occurrence
 
 # Names of one node: a client may name the same tokens differently in every request.
@@ -34,6 +41,7 @@ class KnowledgeTree(UnifiedRadixCache):
         settings: Policy and prefill cost.
         counters: What requests found.
         document_frequencies: Retrievals per document; survive eviction, not a flush.
+        histories: Uses per path, for policies that ask for them; likewise.
     """
 
     tree_core: KnowledgeTreeCore
@@ -42,6 +50,8 @@ class KnowledgeTree(UnifiedRadixCache):
         self.settings = settings
         self.counters = RequestCounters()
         self.document_frequencies = DocumentFrequencies()
+        self.histories = PathHistories()
+        self.swap_out = SwapOut(self)
         super().__init__(params)
 
     @property
@@ -59,6 +69,9 @@ class KnowledgeTree(UnifiedRadixCache):
     def _reset_full(self) -> None:
         super()._reset_full()
         self.document_frequencies.clear()
+        self.histories.clear()
+        for tier in self.component.tiers:
+            tier.clock.mixture = self.histories.mixture
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless both tiers, the tree and its statistics agree."""
@@ -74,12 +87,14 @@ class KnowledgeTree(UnifiedRadixCache):
         """Insert what `req` has computed so far, then cut, name and count its path."""
         started = time_counter()
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        retrieval = Retrieval.of(req)
+        retrieval = Retrieval.of(req, self.settings.max_depth)
         path = self._cut_and_name(retrieval, self.tree_core.path_to(req.last_node), req)
         self._mark_matched(path, retrieval.inserted_end, started)
         retrieval.inserted_end = max(retrieval.inserted_end, path[-1][1] if path else 0)
         if retrieval.counts_now(req):
             self._count(retrieval, path, req)
+        if self.is_write_back and self.settings.swap_out == "eager":
+            self.swap_out.copy_ahead([node for node, _ in path])
 
     def _cut_and_name(
         self, retrieval: Retrieval, nodes: list[DocumentNode], req: Any
@@ -93,7 +108,7 @@ class KnowledgeTree(UnifiedRadixCache):
         since = 0 if req.retracted_stain else retrieval.inserted_end
         spans = [
             (self._page_floor(span.start), self._page_floor(span.end), index)
-            for index, span in enumerate(retrieval.annotation.documents)
+            for index, span in enumerate(retrieval.kept_documents)
         ]
         cuts = iter([cut for start, end, _ in spans for cut in (start, end) if cut > since])
         path, start, cut = [], 0, next(cuts, None)
@@ -147,12 +162,12 @@ class KnowledgeTree(UnifiedRadixCache):
         cost = self.settings.prefill_cost(hit, new_tokens)
         if not retrieval.counted:
             retrieval.counted = True
-            self.tree_core.access_time += 1
+            self.tree_core.advance()
             self.counters.requests += 1
             self.counters.prompt_tokens += retrieval.prompt_tokens
             self.counters.device_hit_tokens += device_hit
             self.counters.host_hit_tokens += host_hit
-        spans = retrieval.annotation.documents
+        spans = retrieval.kept_documents
         for node, end in path:
             start = end - len(node.key)
             if end > retrieval.prompt_tokens:
@@ -168,13 +183,15 @@ class KnowledgeTree(UnifiedRadixCache):
                 statistics.document_frequency = max(
                     statistics.document_frequency, retrieval.document_counts[index]
                 )
+                if self.settings.policy.uses_history:
+                    statistics.history = retrieval.histories[index]
             if end > hit:
                 statistics.add_cost(cost, new_tokens)
             elif statistics.cost_samples == 0:
                 # Computed by a request that didn't count: take what it costs alone.
                 alone = self.settings.prefill_cost(start, len(node.key))
                 statistics.add_cost(alone, len(node.key))
-            self.tree_core.refresh_priorities(node)
+            self.tree_core.rank(node)
             retrieval.counted_end = max(retrieval.counted_end, end)
         retrieval.counted_at = time_counter()
         if retrieval.inserted_end >= self._page_floor(retrieval.prompt_tokens):
@@ -193,6 +210,9 @@ class KnowledgeTree(UnifiedRadixCache):
             if end <= spans[index].start:
                 end = spans[index].end  # it lies within a page, which belongs to what follows
             retrieval.document_counts.append(self.document_frequencies.record(document))
+            if self.settings.policy.uses_history and index < len(retrieval.kept_documents):
+                path = retrieval.path_key(end, req)
+                retrieval.histories.append(self.histories.record(path, self.tree_core.access_time))
             self.counters.documents += 1
             if end <= device_hit:
                 self.counters.device_hit_documents += 1
@@ -206,15 +226,43 @@ class KnowledgeTree(UnifiedRadixCache):
     # Eviction
 
     def _evict_device_leaf(self, node_id: int, tracker: dict[Any, int]) -> Any:
-        """SGLang's, but a tail that no later request has used is dropped, not copied."""
         node: DocumentNode = self.tree_core.node_by_id(node_id)
-        tokens = len(node.key)
-        if self.is_write_back and node.is_tail and not node.matched and not node.backuped:
-            result = self.tree_core.drop_subtree_no_host(node_id)
-            self._apply_eviction_result(result)
-            self._accumulate_tracker(tracker, result.tracker)
-            if result.is_dropped:
-                self.counters.dropped_tail_nodes += 1
-                self.counters.dropped_tail_tokens += tokens
-                return None
-        return super()._evict_device_leaf(node_id, tracker)
+        if not self.is_write_back or node.backuped:
+            return super()._evict_device_leaf(node_id, tracker)
+        self.swap_out.evict(node, tracker)
+        return None
+
+    def _evict_components(
+        self, request_by_type: Any, tracker: Any, available_size_targets: Any = None, **kwargs: Any
+    ) -> None:
+        """SGLang's walk; the copies that it begins are waited for at its end, all at once."""
+        arguments = (request_by_type, tracker, available_size_targets)
+        try:
+            super()._evict_components(*arguments, **kwargs)
+            if self.ongoing_write_through and not self._has_evicted_enough(*arguments):
+                # Copies begun ahead of eviction lock what they read.
+                super().writing_check(write_back=True)
+                super()._evict_components(*arguments, **kwargs)
+        finally:
+            self.swap_out.settle()
+
+    def _has_evicted_enough(self, requested: Any, tracker: Any, targets: Any) -> bool:
+        full = ComponentType.FULL
+        if targets is not None and full in targets:
+            component, wanted = targets[full]
+            return bool(self._component_available_size(component) >= wanted)
+        return bool(tracker[full] >= requested[full])
+
+    def _component_available_size(self, component_type: Any) -> int:
+        """SGLang's, and what is given back when the copies of this walk are done."""
+        available: int = super()._component_available_size(component_type)
+        return available + self.swap_out.leaving_tokens
+
+    def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
+        """SGLang's, which waits for all copies in flight at the end of every eviction; only
+        one that has victims among them needs to."""
+        if not write_back or self.swap_out.leaving_tokens:
+            super().writing_check(write_back, finish_count)
+
+    def free_device_slots(self, slots: list[Any]) -> None:
+        self._apply_cache_action(FreeComponentDeviceSlot(slots, component_type=ComponentType.FULL))

@@ -47,7 +47,7 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "locked_tokens": tree.protected_size(),
             "free_tokens": allocator.available_size(),
             "documents": len(device_documents),
-            "clock": component.device.clock,
+            "clock": component.device.clock.evicted,
             "evicted_nodes": component.device.evicted_nodes,
             "evicted_tokens": component.device.evicted_tokens,
         },
@@ -71,7 +71,7 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "cached_tokens": pool.logical_size - pool.available_size(),
             "free_tokens": pool.available_size(),
             "documents": len(host_documents),
-            "clock": component.host.clock,
+            "clock": component.host.clock.evicted,
             "evicted_nodes": component.host.evicted_nodes,
             "evicted_tokens": component.host.evicted_tokens,
         }

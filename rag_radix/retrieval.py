@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from rag_radix import wire
-from rag_radix.document import Annotation
+from rag_radix.document import Annotation, DocumentSpan
+from rag_radix.history import PathHistory
 from rag_radix.sglang_compat import is_finished_unaborted
 from rag_radix.statistics import DocumentKey
 
@@ -20,6 +23,8 @@ class Retrieval:
 
     Attributes:
         annotation: Its documents.
+        kept_documents: Those of them that get nodes of their own; what follows them counts
+            as the question's.
         prompt_tokens: Length of its prompt.
         inserted_end: End of the part of it that the request has put into the tree.
         counted: Whether the request is counted.
@@ -27,23 +32,28 @@ class Retrieval:
         counted_at: SGLang's logical time of the last count. What is younger was inserted
             again, after a retraction.
         document_counts: Retrievals, this one included, of its documents counted so far.
+        histories: Of the paths to them, when the policy asks for them.
     """
 
     annotation: Annotation
+    kept_documents: tuple[DocumentSpan, ...]
     prompt_tokens: int
     inserted_end: int = 0
     counted: bool = False
     counted_end: int = 0
     counted_at: int = 0
     document_counts: list[int] = field(default_factory=list)
+    histories: list[PathHistory] = field(default_factory=list)
 
     @classmethod
-    def of(cls, req: Any) -> Retrieval:
-        """The retrieval of SGLang's request `req`, made on first use."""
+    def of(cls, req: Any, max_depth: int | None) -> Retrieval:
+        """The retrieval of SGLang's request `req`, made on first use; its documents beyond
+        the first `max_depth` get no nodes of their own."""
         retrieval: Retrieval | None = getattr(req, "rag_retrieval", None)
         if retrieval is None:
             annotation = wire.spans(req.sampling_params.custom_params) or _NO_DOCUMENTS
-            retrieval = req.rag_retrieval = cls(annotation, len(req.origin_input_ids))
+            kept = tuple(annotation.documents[:max_depth])
+            retrieval = req.rag_retrieval = cls(annotation, kept, len(req.origin_input_ids))
         return retrieval
 
     def counts_now(self, req: Any) -> bool:
@@ -61,3 +71,10 @@ class Retrieval:
     def document_key(self, index: int, req: Any) -> DocumentKey:
         span = self.annotation.documents[index]
         return DocumentKey(span.id, span.version, req.extra_key, req.cache_salt)
+
+    @staticmethod
+    def path_key(end: int, req: Any) -> bytes:
+        """Identifies the first `end` tokens of the prompt within their namespace."""
+        namespace = repr((req.extra_key, req.cache_salt)).encode()
+        tokens = array("q", req.origin_input_ids[:end])
+        return blake2b(tokens, digest_size=16, key=blake2b(namespace).digest()).digest()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rag_radix.cost_model import PrefillCostTable
+from rag_radix.errors import ConfigError
 from rag_radix.policies import ReplacementPolicy, make_policy
+
+SwapOutMode = Literal["on_evict", "eager"]
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,18 @@ class TreeSettings:
         policy: Ranks nodes in both tiers.
         prefill_cost: Seconds to compute new tokens behind cached ones.
         cost_source: Where `prefill_cost` comes from, for the log.
+        swap_out: When a document is copied to host: at its eviction, or ahead of it, after
+            its prefill, so that an eviction never waits.
+        max_depth: Documents of a prompt that get nodes of their own; None for all.
+        trace: File to which each request is appended, without texts.
     """
 
     policy: ReplacementPolicy
     prefill_cost: PrefillCostTable
     cost_source: str
+    swap_out: SwapOutMode = "on_evict"
+    max_depth: int | None = None
+    trace: str | None = None
 
 
 def parse_settings(
@@ -32,16 +42,33 @@ def parse_settings(
 ) -> TreeSettings:
     """Build the settings from `--radix-eviction-policy` and its `-config` object.
 
-    The config's `cost_table` names a file for `PrefillCostTable.load`; without it the table
-    is `default_cost()`. The other keys belong to the policy.
+    `cost_table` of the config names a file for `PrefillCostTable.load`; without it the table
+    is `default_cost()`. `swap_out`, `max_depth` and `trace` are those of `TreeSettings`. The
+    other keys belong to the policy.
 
     Raises:
-        ConfigError: Unknown policy or key, or an unusable cost table.
+        ConfigError: Unknown policy or key, a wrong value, or an unusable cost table.
     """
     config = dict(policy_config or {})
     path = config.pop("cost_table", None)
+    swap_out = config.pop("swap_out", "on_evict")
+    if swap_out not in get_args(SwapOutMode):
+        raise _wrong("swap_out", swap_out, "use 'on_evict' or 'eager'")
+    max_depth = config.pop("max_depth", None)
+    if max_depth is not None and (type(max_depth) is not int or max_depth < 1):
+        raise _wrong("max_depth", max_depth, "give a number of documents of at least 1, or null")
+    trace = config.pop("trace", None)
+    if trace is not None and not isinstance(trace, str):
+        raise _wrong("trace", trace, "give the name of a file")
     return TreeSettings(
         policy=make_policy(policy_name, config),
         prefill_cost=default_cost() if path is None else PrefillCostTable.load(path),
         cost_source="the model's shape" if path is None else str(path),
+        swap_out=swap_out,
+        max_depth=max_depth,
+        trace=trace,
     )
+
+
+def _wrong(key: str, value: Any, remedy: str) -> ConfigError:
+    return ConfigError(f"{key}={value!r} in --radix-eviction-policy-config: {remedy}")

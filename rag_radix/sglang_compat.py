@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
+from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV, FreeComponentDeviceSlot
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, FullComponent
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
     register_tree_core_backend,
@@ -21,8 +22,10 @@ from rag_radix.errors import IncompatibleSGLangError
 
 __all__ = [
     "SGLANG_VERSION",
+    "BackupKV",
     "ComponentType",
     "DriveHostEvictionResult",
+    "FreeComponentDeviceSlot",
     "FullComponent",
     "UnifiedRadixCache",
     "UnifiedTreeCore",
@@ -60,6 +63,16 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "_apply_eviction_result": ("self", "result"),
             "_accumulate_tracker": ("self", "tracker", "delta"),
             "_apply_cache_action": ("self", "action"),
+            "_component_available_size": ("self", "component_type"),
+            "_evict_components": (
+                "self",
+                "request_by_type",
+                "tracker",
+                "available_size_targets",
+                "allocation_reclaim_satisfied",
+            ),
+            "_execute_and_commit_kv_backup": ("self", "action", "write_back"),
+            "writing_check": ("self", "write_back", "finish_count"),
         }.items()
     },
     **{
@@ -70,7 +83,29 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "_new_node": ("self", "priority"),
             "_register_node": ("self", "node"),
             "_split_node": ("self", "key", "child", "split_len"),
+            "_add_new_node": (
+                "self",
+                "parent",
+                "key",
+                "value",
+                "priority",
+                "session_id",
+                "rotation_base",
+            ),
             "_update_evictable_leaf_sets": ("self", "node"),
+            "_update_duplicate_tracking": ("self", "node"),
+            "_can_reclaim_full_host_duplicate": ("self", "node"),
+            "_release_full_host_duplicate": (
+                "self",
+                "node",
+                "tracker",
+                "device_frees",
+                "host_frees",
+                "cache_actions",
+            ),
+            "_is_host_leaf": ("self", "node"),
+            "demote": ("self", "node_id"),
+            "finish_write_through": ("self", "node_ids", "ack_id"),
             "_evict_host_leaf": (
                 "self",
                 "node",

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from rag_radix.history import PathHistory
+
 
 class DocumentKey(NamedTuple):
     """Identity of a document inside its namespace (SGLang's `extra_key` and `cache_salt`)."""
@@ -29,6 +31,10 @@ class NodeStatistics:
             divided by new tokens.
         cost_samples: Number of terms in `cost_per_token_s`.
         last_access: Logical time (retrievals served so far) of the last use.
+        inserted_at: Logical time when the node came into the tree.
+        tokens: Length of the node.
+        history: Use of the path down to the end of the node's document, which survives the
+            node; None when the policy doesn't ask for it, and for tails.
     """
 
     frequency: int = 0
@@ -36,10 +42,18 @@ class NodeStatistics:
     cost_per_token_s: float = 0.0
     cost_samples: int = 0
     last_access: int = 0
+    inserted_at: int = 0
+    tokens: int = 0
+    history: PathHistory | None = None
 
     @property
     def mean_cost_per_token_s(self) -> float:
         return self.cost_per_token_s / self.cost_samples if self.cost_samples else 0.0
+
+    @property
+    def uses(self) -> int:
+        """Retrievals that read the node, or its document at any place, whichever is more."""
+        return max(self.frequency, self.document_frequency)
 
     def add_cost(self, seconds: float, new_tokens: int) -> None:
         self.cost_per_token_s += seconds / new_tokens

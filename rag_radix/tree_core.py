@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from rag_radix.component import KnowledgeComponent
+from rag_radix.policies.base import Rank
 from rag_radix.sglang_compat import (
     ComponentType,
     DriveHostEvictionResult,
@@ -11,7 +13,9 @@ from rag_radix.sglang_compat import (
     UnifiedTreeNode,
 )
 from rag_radix.statistics import DocumentKey, NodeStatistics
-from rag_radix.tiers import KnowledgeComponent, TierName
+from rag_radix.tiers import TierName
+
+_UNRANKED = Rank(0.0, 0.0)
 
 
 class Occurrence(NamedTuple):
@@ -35,8 +39,9 @@ class DocumentNode(UnifiedTreeNode):
             prompt. Once text has become part of a document's path it stays so.
         matched: A later request has used the node or built on it.
         host_copies: Copies to host made of this node's KV since it was inserted.
-        priorities: By `TierName`, as of the last use.
-        offered: By `TierName`, the priority of the tier's live heap entry, if any.
+        host_reclaims: Times its host copy was given up while it was on the device.
+        ranks: By `TierName`.
+        offered: By `TierName`, the floor of the tier's live heap entry, if any.
     """
 
     def __init__(self, tree_components: Any, priority: int = 0) -> None:
@@ -46,15 +51,16 @@ class DocumentNode(UnifiedTreeNode):
         self.is_tail = True
         self.matched = False
         self.host_copies = 0
-        self.priorities = [0.0, 0.0]
-        self.offered: list[float | None] = [None, None]
+        self.host_reclaims = 0
+        self.ranks = [_UNRANKED] * len(TierName)
+        self.offered: list[float | None] = [None] * len(TierName)
 
 
 class KnowledgeTreeCore(UnifiedTreeCore):
     """SGLang's Python tree core with document nodes.
 
     Attributes:
-        access_time: Logical time, set by the cache: retrievals served so far.
+        access_time: Logical time: retrievals served so far.
         swapped_out_nodes, swapped_out_tokens: Copied from device to host.
         loaded_back_tokens: Copied from host to device.
         splits: Nodes cut in two.
@@ -62,6 +68,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         self._component: KnowledgeComponent = components[ComponentType.FULL]
+        self._reclaims_duplicates = self._component.policy.reclaims_duplicates
         self.access_time = 0
         self.swapped_out_nodes = 0
         self.swapped_out_tokens = 0
@@ -70,8 +77,15 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         super().__init__(params, components)
 
     def reset(self) -> None:
-        self._component.reset_tiers()
+        self._component.reset_tiers(self.access_time)
         super().reset()
+
+    def advance(self) -> int:
+        """One more retrieval is served: the new logical time."""
+        self.access_time += 1
+        for tier in self._component.tiers:
+            tier.clock.now = self.access_time
+        return self.access_time
 
     def is_registered(self, node: DocumentNode) -> bool:
         """Whether `node` is still part of the tree."""
@@ -98,10 +112,23 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         """
         return self._split_node(node.key, node, tokens)
 
-    def refresh_priorities(self, node: DocumentNode) -> None:
-        """Rank `node` by its present statistics and clocks, in both tiers."""
-        for tier in (self._component.device, self._component.host):
-            node.priorities[tier.name] = tier.priority(node.statistics)
+    def is_reclaimable(self, node: DocumentNode) -> bool:
+        """Whether the host copy of `node` can be given up because the device has its KV."""
+        return self._can_reclaim_full_host_duplicate(node) and self.is_registered(node)
+
+    def is_host_leaf_without(self, node: DocumentNode, chosen: set[int]) -> bool:
+        """Whether `node` is a host leaf once the nodes with ids in `chosen` are gone."""
+        if node is self.root_node or not node.evicted or not node.backuped:
+            return False
+        data = node.component_data[ComponentType.FULL]
+        free = data.lock_ref == data.host_lock_ref == 0 and node.write_through_pending_id is None
+        return free and all(child.id in chosen for child in node.children.values())
+
+    def rank(self, node: DocumentNode) -> None:
+        """Rank `node` by its present statistics and clocks, in every tier."""
+        for tier in self._component.tiers:
+            tier.clock.observe(node.statistics)
+            tier.rank(node)
         self._offer(node)
 
     def _offer(self, node: DocumentNode) -> None:
@@ -109,17 +136,21 @@ class KnowledgeTreeCore(UnifiedTreeCore):
             self._component.device.offer(node)
         if node in self.evictable_host_leaves:
             self._component.host.offer(node)
+        if self._reclaims_duplicates and self._can_reclaim_full_host_duplicate(node):
+            self._component.duplicates.offer(node)
 
     # What happens to a node's statistics, and where SGLang lets us see it happen.
 
     def _new_node(self, priority: int = 0) -> DocumentNode:
         node = DocumentNode(self.component_types, priority)
-        node.statistics.last_access = self.access_time
-        node.priorities = [
-            self._component.device.priority(node.statistics),
-            self._component.host.priority(node.statistics),
-        ]
+        node.statistics.last_access = node.statistics.inserted_at = self.access_time
         self._register_node(node)
+        return node
+
+    def _add_new_node(self, parent: Any, key: Any, *args: Any, **kwargs: Any) -> DocumentNode:
+        node: DocumentNode = super()._add_new_node(parent, key, *args, **kwargs)
+        node.statistics.tokens = len(key)
+        self.rank(node)
         return node
 
     def _split_node(self, key: Any, child: DocumentNode, split_len: int) -> tuple[Any, Any]:
@@ -130,7 +161,12 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         upper.is_tail = child.is_tail
         upper.matched = child.matched
         upper.host_copies = child.host_copies
-        upper.priorities = list(child.priorities)
+        upper.host_reclaims = child.host_reclaims
+        upper.statistics.tokens = len(upper.key)
+        child.statistics.tokens = len(child.key)
+        # As of the last use: cutting a node is none.
+        upper.ranks = list(child.ranks)
+        self._offer(upper)
         self.splits += 1
         return upper, action
 
@@ -138,12 +174,25 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         super()._update_evictable_leaf_sets(node)
         self._offer(node)
 
+    def _is_host_leaf(self, node: DocumentNode) -> bool:
+        # A victim leaves the device tier before its copy is done, and then waits for it.
+        return node.write_through_pending_id is None and super()._is_host_leaf(node)
+
+    def finish_write_through(self, node_ids: list[int], ack_id: int) -> None:
+        super().finish_write_through(node_ids, ack_id)
+        for node_id in node_ids:
+            self._update_evictable_leaf_sets(self.node_by_id(node_id))
+
+    def _update_duplicate_tracking(self, node: DocumentNode) -> None:
+        super()._update_duplicate_tracking(node)
+        self._offer(node)
+
     def commit_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
         """A copy to host begins: the node enters the host tier at that tier's clock."""
         super().commit_backup(node_id, host_indices, comp_xfers)
         node = self.node_by_id(node_id)
         node.host_copies += 1
-        node.priorities[TierName.HOST] = self._component.host.priority(node.statistics)
+        self._component.host.rank(node)
         self.swapped_out_nodes += 1
         self.swapped_out_tokens += len(host_indices)
 
@@ -155,8 +204,8 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         return super().commit_load_back(node_id, device_indices, kv_xfer, comp_xfers)
 
     def drive_host_eviction(self, component_type: Any, num_tokens: int) -> Any:
-        """SGLang's, without its reclaiming of host copies of device-resident nodes: a
-        reclaimed node would be copied out a second time."""
+        """SGLang's, without its own way of reclaiming host copies of device-resident nodes:
+        whether and in which order that happens is the component's."""
         result = DriveHostEvictionResult()
         self.components_by_type[component_type].drive_host_eviction(
             num_tokens,

@@ -11,7 +11,7 @@ from rag_radix.policies.base import ReplacementPolicy
 from rag_radix.policies.lru import Lru
 from rag_radix.policies.pgdsf import Pgdsf
 
-POLICIES: dict[str, type[Pgdsf] | type[Lru]] = {policy.name: policy for policy in (Pgdsf, Lru)}
+POLICIES: dict[str, type[ReplacementPolicy]] = {policy.name: policy for policy in (Pgdsf, Lru)}
 DEFAULT_POLICY = Pgdsf.name
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "ReplacementPolicy", "make_policy"]
@@ -30,7 +30,7 @@ def make_policy(name: str, config: Mapping[str, Any]) -> ReplacementPolicy:
             f"--radix-eviction-policy {name!r} isn't available with the knowledge tree: "
             f"use one of {', '.join(sorted(POLICIES))}"
         ) from None
-    known = [field.name for field in fields(policy)]
+    known = [field.name for field in fields(policy)]  # type: ignore[arg-type]
     for key in config:
         if key not in known:
             raise ConfigError(

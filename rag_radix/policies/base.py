@@ -2,21 +2,92 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
+from rag_radix.history import HalfLifeMixture
 from rag_radix.statistics import NodeStatistics
 
 
-class ReplacementPolicy(Protocol):
+@dataclass(slots=True)
+class Clock:
+    """What a policy may know beside the statistics of a node; one for each tier.
+
+    Attributes:
+        now: Logical time: retrievals served so far.
+        evicted: Highest priority evicted from the tier so far.
+        largest_frequency: Most retrievals of one node or document so far.
+        largest_tokens: Tokens of the largest node used so far.
+        mixture: How much each half-life counts.
+    """
+
+    now: int = 0
+    evicted: float = 0.0
+    largest_frequency: int = 1
+    largest_tokens: int = 1
+    mixture: HalfLifeMixture = field(default_factory=HalfLifeMixture)
+
+    def observe(self, statistics: NodeStatistics) -> None:
+        """Take account of a node's statistics before it is ranked."""
+        self.largest_frequency = max(self.largest_frequency, statistics.uses)
+        self.largest_tokens = max(self.largest_tokens, statistics.tokens)
+
+
+class Rank(NamedTuple):
+    """Where a node stands in a tier's eviction order until it is used again.
+
+    Attributes:
+        priority: As of now.
+        floor: The priority isn't below this until `until`. A policy whose priorities stay as
+            they are gives the priority itself, and the tier doesn't ask again before `until`.
+        until: Logical time from which `floor` doesn't hold any more.
+    """
+
+    priority: float
+    floor: float
+    until: float = math.inf
+
+
+class ReplacementPolicy(ABC):
     """Ranks nodes for eviction; the lowest priority leaves first, ties by node id.
 
     A policy is a pure function of a node's statistics and its tier's clock: it sees no
-    tensors, no SGLang and no wall time, so every tensor-parallel rank decides alike.
-    The tier raises its clock to the priority of each victim and never lowers it.
+    tensors, no SGLang and no wall time, so every tensor-parallel rank decides alike, and so
+    does a replay of the same requests.
+
+    Most policies define `priority` alone, which is taken when a node is used. One whose
+    priorities change with time overrides `rank` as well: it says how long a rank holds.
     """
 
     name: ClassVar[str]
+    uses_history: ClassVar[bool] = False
+    """Whether it reads `NodeStatistics.history`, which costs memory and a hash a prompt."""
+    reclaims_duplicates: ClassVar[bool] = False
+    """Whether host copies of nodes that are on the device leave the host first. A node is
+    then copied again when it leaves the device after all."""
 
-    def priority(self, statistics: NodeStatistics, clock: float) -> float:
-        """Priority of a node used now, in a tier whose clock stands at `clock`."""
-        ...
+    @abstractmethod
+    def priority(self, statistics: NodeStatistics, clock: Clock) -> float:
+        """Priority of a node at `clock`; nodes that are used get it then."""
+
+    def rank(self, statistics: NodeStatistics, clock: Clock) -> Rank:
+        priority = self.priority(statistics, clock)
+        return Rank(priority, priority)
+
+    def admits(
+        self,
+        kept: Sequence[NodeStatistics],
+        displaced: Sequence[NodeStatistics],
+        clock: Clock,
+    ) -> bool:
+        """Whether to copy a node to host.
+
+        Args:
+            kept: The node, and what hangs below it on host and would be dropped with it.
+            displaced: What would have to leave the host to make room; empty when there is.
+            clock: The host tier's.
+        """
+        return True

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rag_radix.errors import ConfigError
+from rag_radix.policies.base import Clock, ReplacementPolicy
 from rag_radix.statistics import NodeStatistics
 
 
 @dataclass(frozen=True)
-class Pgdsf:
+class Pgdsf(ReplacementPolicy):
     """`clock + frequency x mean(cost / new tokens)`.
 
     The cost per token depends on the prefix a document was computed behind, which is what
@@ -35,9 +36,7 @@ class Pgdsf:
                 "use 'document' or 'node'"
             )
 
-    def priority(self, statistics: NodeStatistics, clock: float) -> float:
-        uses = statistics.frequency
-        if self.frequency == "document":
-            # A head that several documents share is read at least as often as each of them.
-            uses = max(uses, statistics.document_frequency)
-        return clock + uses * statistics.mean_cost_per_token_s
+    def priority(self, statistics: NodeStatistics, clock: Clock) -> float:
+        # A head that several documents share is read at least as often as each of them.
+        uses = statistics.uses if self.frequency == "document" else statistics.frequency
+        return clock.evicted + uses * statistics.mean_cost_per_token_s

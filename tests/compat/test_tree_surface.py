@@ -7,9 +7,9 @@ import inspect
 import pytest
 
 from rag_radix import sglang_compat
+from rag_radix.component import KnowledgeComponent
 from rag_radix.errors import IncompatibleSGLangError
 from rag_radix.knowledge_tree import KnowledgeTree
-from rag_radix.tiers import KnowledgeComponent
 from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore
 
 
@@ -66,7 +66,8 @@ def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
         "is_tail",
         "matched",
         "host_copies",
-        "priorities",
+        "ranks",
+        "host_reclaims",
         "offered",
     }
     assert ours.isdisjoint(base)

@@ -404,10 +404,10 @@ class TreeMachine(RuleBasedStateMachine):
             (tree.component.host, core.evictable_host_leaves),
         ]
         for tier, leaves in tiers:
-            assert tier.clock >= self.clocks[tier.name]
-            self.clocks[tier.name] = tier.clock
-            offered = {(priority, node_id) for priority, node_id, _ in tier._heap}
-            assert all((leaf.priorities[tier.name], leaf.id) in offered for leaf in leaves)
+            assert tier.clock.evicted >= self.clocks[tier.name]
+            self.clocks[tier.name] = tier.clock.evicted
+            offered = {(floor, node_id) for floor, node_id, _ in tier._heap}
+            assert all((leaf.ranks[tier.name].floor, leaf.id) in offered for leaf in leaves)
         self.removed |= tree.component.device.evicted_nodes > self.evicted_before
 
     def _check_node(self, node: Any) -> None:

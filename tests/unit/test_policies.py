@@ -6,6 +6,7 @@ import pytest
 
 from rag_radix.errors import ConfigError
 from rag_radix.policies import POLICIES, make_policy
+from rag_radix.policies.base import Clock
 from rag_radix.settings import parse_settings
 from rag_radix.statistics import DocumentFrequencies, DocumentKey, NodeStatistics
 
@@ -26,47 +27,53 @@ class TestContract:
     def test_asking_changes_nothing(self, policy):
         statistics = used()
         before = statistics.copy()
-        assert policy.priority(statistics, 3.0) == policy.priority(statistics, 3.0)
+        clock = Clock(now=5, evicted=3.0)
+        assert policy.priority(statistics, clock) == policy.priority(statistics, clock)
         assert statistics == before
 
     def test_it_is_named_as_it_is_chosen(self, policy):
         assert POLICIES[policy.name] is type(policy)
 
     def test_a_later_use_never_ranks_lower(self, policy):
-        earlier = policy.priority(used(frequency=1, last_access=5), 1.0)
-        later = policy.priority(used(frequency=2, last_access=9), 1.5)
+        earlier = policy.priority(used(frequency=1, last_access=5), Clock(5, 1.0))
+        later = policy.priority(used(frequency=2, last_access=9), Clock(9, 1.5))
         assert later > earlier
 
     def test_it_sees_statistics_and_clock_only(self, policy):
         assert list(inspect.signature(policy.priority).parameters) == ["statistics", "clock"]
 
     def test_a_node_never_used_ranks_lowest(self, policy):
-        assert policy.priority(NodeStatistics(), 2.0) < policy.priority(used(last_access=1), 2.0)
+        clock = Clock(1, 2.0)
+        assert policy.priority(NodeStatistics(), clock) < policy.priority(
+            used(last_access=1), clock
+        )
 
 
 class TestPgdsf:
     def test_the_papers_formula(self):
         statistics = used(frequency=3, cost=0.5 + 0.7, samples=2)
-        assert make_policy("pgdsf", {}).priority(statistics, 10.0) == pytest.approx(10 + 3 * 0.6)
+        assert make_policy("pgdsf", {}).priority(statistics, Clock(evicted=10.0)) == pytest.approx(
+            10 + 3 * 0.6
+        )
 
     def test_frequency_of_the_document_or_of_the_place(self):
         statistics = used(frequency=1, document_frequency=9, cost=1.0)
         by = {f: make_policy("pgdsf", {"frequency": f}) for f in ("document", "node")}
-        assert by["document"].priority(statistics, 0.0) == 9.0
-        assert by["node"].priority(statistics, 0.0) == 1.0
+        assert by["document"].priority(statistics, Clock()) == 9.0
+        assert by["node"].priority(statistics, Clock()) == 1.0
 
     def test_a_shared_head_counts_all_who_read_it(self):
         statistics = used(frequency=5, document_frequency=2, cost=1.0)
-        assert make_policy("pgdsf", {}).priority(statistics, 0.0) == 5.0
+        assert make_policy("pgdsf", {}).priority(statistics, Clock()) == 5.0
 
     def test_a_dearer_token_stays_longer(self):
         policy = make_policy("pgdsf", {})
-        assert policy.priority(used(cost=2.0), 0) > policy.priority(used(cost=1.0), 0)
+        assert policy.priority(used(cost=2.0), Clock()) > policy.priority(used(cost=1.0), Clock())
 
 
 def test_lru_ranks_by_last_access_whatever_the_clock():
     policy = make_policy("lru", {})
-    assert policy.priority(used(frequency=99, last_access=3), 100.0) == 3.0
+    assert policy.priority(used(frequency=99, last_access=3), Clock(evicted=100.0)) == 3.0
 
 
 @pytest.mark.parametrize(

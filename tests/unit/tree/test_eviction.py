@@ -7,6 +7,7 @@ from itertools import pairwise
 from tree_harness import harness
 from unit.tree.prompts import SYSTEM, document, prompt
 
+from rag_radix.policies.base import Rank
 from rag_radix.tiers import TierName
 
 
@@ -60,8 +61,8 @@ def test_the_host_tier_drops_its_lowest_priority_and_raises_its_own_clock():
             h.serve(*prompt(f"x{step}", f"y{step}"))
         host, device = h.tree.component.host, h.tree.component.device
         assert host.evicted_tokens > 0
-        assert host.clock > 0
-        assert host.clock != device.clock
+        assert host.clock.evicted > 0
+        assert host.clock.evicted != device.clock.evicted
 
 
 def test_pgdsf_keeps_what_is_retrieved_often_and_lru_what_was_retrieved_last():
@@ -82,11 +83,11 @@ def test_a_node_enters_the_host_tier_at_that_tiers_clock():
     with harness(device_tokens=400, host_tokens=800) as h:
         h.serve(*prompt("a"))
         node, host = h.ends()["a"], h.tree.component.host
-        host.record_eviction(5.0, 0)
-        before = list(node.priorities)
+        host.clock.evicted = 5.0
+        before = node.ranks[TierName.HOST].priority
         h.tree.evict(EvictParams(num_tokens=60))
         assert node.backuped
-        assert node.priorities == [before[TierName.DEVICE], before[TierName.HOST] + 5.0]
+        assert node.ranks[TierName.HOST].priority == before + 5.0
 
 
 def test_lru_goes_by_retrievals_and_what_was_only_inserted_counts_as_fresh():
@@ -129,7 +130,7 @@ def test_a_flush_sets_clocks_back_and_forgets_all_candidates():
         h.tree.reset()
         h.allocator.clear()
         for tier in (h.tree.component.device, h.tree.component.host):
-            assert (tier.clock, len(tier._heap)) == (0.0, 0)
+            assert (tier.clock.evicted, len(tier._heap)) == (0.0, 0)
         h.serve(*prompt("a"))
 
 
@@ -155,10 +156,10 @@ def test_clocks_never_fall_and_equal_the_highest_priority_evicted():
         seen, clocks = [], []
         original = h.tree.component.device.record_eviction
 
-        def record(priority, tokens):
-            seen.append(priority)
-            original(priority, tokens)
-            clocks.append(h.tree.component.device.clock)
+        def record(node):
+            seen.append(node.ranks[TierName.DEVICE].priority)
+            original(node)
+            clocks.append(h.tree.component.device.clock.evicted)
 
         h.tree.component.device.record_eviction = record
         for step in range(6):
@@ -174,7 +175,7 @@ def test_equal_priorities_leave_in_the_order_of_their_ids():
             for name in "abcdefgh":
                 h.serve(SYSTEM + document(name, 20) + [1], [(name, 20, 40)], output=())
             for node in h.nodes():
-                node.priorities[TierName.DEVICE] = 1.0
+                node.ranks[TierName.DEVICE] = Rank(1.0, 1.0)
                 h.tree.tree_core._offer(node)
             taken = []
             while (node := h.tree.component.device.pop()) is not None:
@@ -207,15 +208,15 @@ def test_the_heap_stays_in_proportion_to_the_leaves():
             for name in range(40):
                 node = h.ends()[str(name)]
                 node.statistics.frequency += 1
-                h.tree.tree_core.refresh_priorities(node)
+                h.tree.tree_core.rank(node)
         leaves = len(h.tree.tree_core.evictable_device_leaves)
         assert len(h.tree.component.device._heap) <= 1024 + 2 * leaves + 2
         question = next(iter(h.tree.tree_core.evictable_device_leaves))
         question.statistics.frequency += 1
         question.statistics.add_cost(1.0, 1)
-        h.tree.tree_core.refresh_priorities(question)
+        h.tree.tree_core.rank(question)
         device, entries = TierName.DEVICE, len(h.tree.component.device._heap)
-        assert question.offered[device] == question.priorities[device]
+        assert question.offered[device] == question.ranks[device].floor
         h.tree.component.device.offer(question)
         assert len(h.tree.component.device._heap) == entries
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tree_harness import harness
 from unit.tree.prompts import document, prompt
@@ -104,9 +106,9 @@ def test_both_halves_of_a_split_keep_all_statistics():
         req.init_next_round_input(h.tree)  # matching alone splits
         assert len(whole.key) == 20
         upper = whole.parent
-        assert upper.statistics == whole.statistics == known
+        assert upper.statistics == whole.statistics == replace(known, tokens=20)
         assert upper.statistics is not whole.statistics
-        for name in ("is_tail", "matched", "host_copies", "priorities"):
+        for name in ("is_tail", "matched", "host_copies", "host_reclaims", "ranks"):
             assert getattr(upper, name) == getattr(whole, name)
         h.check()
 

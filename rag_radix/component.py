@@ -1,0 +1,164 @@
+"""The full-attention component with our victims in place of SGLang's."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rag_radix.sglang_compat import ComponentType, FullComponent
+from rag_radix.tiers import DuplicateTier, Tier, TierName
+
+if TYPE_CHECKING:
+    from rag_radix.tree_core import DocumentNode
+
+
+@dataclass(frozen=True)
+class HostVictims:
+    """What would have to leave the host to make room, in order.
+
+    Attributes:
+        duplicates: Nodes that only lose their host copy; they stay on the device.
+        leaves: Nodes that leave the tree.
+    """
+
+    duplicates: list[DocumentNode] = field(default_factory=list)
+    leaves: list[DocumentNode] = field(default_factory=list)
+
+
+class KnowledgeComponent(FullComponent):
+    """The eviction order of both tiers, and of host copies that the device has as well.
+
+    SGLang's walk asks for one device leaf at a time and tells the component nothing about
+    what became of it; the component finds out at the next step, from the node itself.
+    """
+
+    def __init__(self, cache: Any, params: Any) -> None:
+        super().__init__(cache, params)
+        self.policy = policy = cache.settings.policy
+        self.device = Tier(
+            TierName.DEVICE, policy, lambda n: n in self.tree_core.evictable_device_leaves
+        )
+        self.host = Tier(TierName.HOST, policy, lambda n: n in self.tree_core.evictable_host_leaves)
+        self.duplicates = DuplicateTier(
+            TierName.DUPLICATE, policy, lambda n: self.tree_core.is_reclaimable(n)
+        )
+        self._wanted_tokens = 0
+        self._victim: DocumentNode | None = None
+        self._declined: list[DocumentNode] = []
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return self.device, self.host, self.duplicates
+
+    def reset_tiers(self, now: int) -> None:
+        for tier in self.tiers:
+            tier.reset(now)
+
+    # SGLang's device walk: start, then one node a step, then end.
+
+    def _evict_device_start(self, request_cnt: int) -> None:
+        self._wanted_tokens = request_cnt
+
+    def _evict_device_next_node(
+        self, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: Any
+    ) -> int | None:
+        self._settle_victim()
+        if tracker[ComponentType.FULL] >= self._wanted_tokens:
+            return None
+        self._victim = self.device.pop()
+        return None if self._victim is None else self._victim.id
+
+    def _evict_device_end(self) -> None:
+        self._settle_victim()
+        # Set aside until now, or a walk that can't free them would never end.
+        for node in self._declined:
+            if node in self.tree_core.evictable_device_leaves:
+                self.device.offer(node)
+        self._declined.clear()
+
+    def _settle_victim(self) -> None:
+        node, self._victim = self._victim, None
+        if node is None:
+            return
+        if node.evicted or not self.tree_core.is_registered(node):
+            self.device.record_eviction(node)
+        else:
+            self._declined.append(node)
+
+    # Host
+
+    def choose_host_victims(self, tokens: int) -> HostVictims | None:
+        """What would have to leave the host to free `tokens`, lowest priority first; None
+        when that isn't possible. A node whose children would all leave may leave after them.
+
+        The nodes are no candidates until they are evicted or given back to `keep`.
+        """
+        victims = HostVictims()
+        freed = 0
+        while freed < tokens and (node := self.duplicates.pop()) is not None:
+            victims.duplicates.append(node)
+            freed += len(node.key)
+        chosen: set[int] = set()
+        bared: list[tuple[float, int, DocumentNode]] = []  # leaves once the chosen are gone
+        while freed < tokens:
+            node = self.host.pop()
+            if bared and (
+                node is None or bared[0][:2] < (node.ranks[TierName.HOST].priority, node.id)
+            ):
+                if node is not None:
+                    self.host.offer(node)
+                node = heapq.heappop(bared)[2]
+            if node is None:
+                self.keep(victims)
+                return None
+            victims.leaves.append(node)
+            freed += len(node.key)
+            chosen.add(node.id)
+            parent: DocumentNode = node.parent
+            if self.tree_core.is_host_leaf_without(parent, chosen):
+                self.host.rank_if_expired(parent)
+                heapq.heappush(bared, (parent.ranks[TierName.HOST].priority, parent.id, parent))
+        return victims
+
+    def keep(self, victims: HostVictims) -> None:
+        """Make chosen victims candidates again."""
+        for node in victims.duplicates:
+            self.duplicates.offer(node)
+        for node in victims.leaves:
+            if node in self.tree_core.evictable_host_leaves:
+                self.host.offer(node)
+
+    def drive_host_eviction(
+        self,
+        num_tokens: int,
+        tracker: Any,
+        device_frees: Any,
+        host_frees: Any,
+        cache_actions: Any,
+    ) -> None:
+        """Free `num_tokens` of the host, or as many as can be."""
+        frees = (tracker, device_frees, host_frees)
+        while tracker[ComponentType.FULL] < num_tokens:
+            if (duplicate := self.duplicates.pop()) is not None:
+                self._reclaim(duplicate, *frees, cache_actions)
+            elif (leaf := self.host.pop()) is not None:
+                self._evict_from_host(leaf, *frees, cache_actions)
+            else:
+                return
+
+    def evict_victims(self, victims: HostVictims, result: Any) -> None:
+        """Let `victims` leave the host; what that frees goes into SGLang's `result`."""
+        frees = (result.tracker, result.device_frees, result.host_frees, result.cache_actions)
+        for node in victims.duplicates:
+            self._reclaim(node, *frees)
+        for node in victims.leaves:
+            self._evict_from_host(node, *frees)
+
+    def _reclaim(self, node: DocumentNode, *frees: Any) -> None:
+        self.tree_core._release_full_host_duplicate(node, *frees)
+        node.host_reclaims += 1
+
+    def _evict_from_host(self, node: DocumentNode, *frees: Any) -> None:
+        self.tree_core._evict_host_leaf(node, *frees)
+        self.host.record_eviction(node)

@@ -1,0 +1,125 @@
+"""How KV leaves the device: what is copied to host, when, and who waits for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rag_radix.component import HostVictims
+from rag_radix.sglang_compat import BackupKV, DriveHostEvictionResult
+
+if TYPE_CHECKING:
+    from rag_radix.knowledge_tree import KnowledgeTree
+    from rag_radix.tree_core import DocumentNode
+
+# Of the device tier: what may be locked by copies that were begun ahead of eviction.
+_AHEAD_SHARE = 0.25
+
+
+class SwapOut:
+    """Copies a node to host, at its eviction or ahead of it.
+
+    A victim leaves the device tier at once and its copy only begins; its slots are given
+    back when the walk has found all victims and their copies, submitted as one, are done.
+    """
+
+    def __init__(self, tree: KnowledgeTree) -> None:
+        self._tree = tree
+        self._leaving: list[Any] = []  # device slots that a copy still reads
+        self.leaving_tokens = 0
+
+    @property
+    def _host_pool(self) -> Any:
+        return self._tree.cache_controller.mem_pool_host
+
+    def evict(self, node: DocumentNode, tracker: dict[Any, int]) -> None:
+        """Let `node`, a device leaf without a host copy, leave the device: copied when it is
+        worth it and there is room, dropped with what hangs below it otherwise. It stays when
+        something below is in use."""
+        tree = self._tree
+        if node.is_tail and not node.matched:
+            tokens = len(node.key)
+            if self._drop(node, tracker):
+                tree.counters.dropped_tail_nodes += 1
+                tree.counters.dropped_tail_tokens += tokens
+        elif self._copy(node, ahead=False):
+            result = tree.tree_core.demote(node.id)
+            for slots in result.device_frees.values():
+                self._leaving += slots
+            self.leaving_tokens += len(node.key)
+            result.device_frees.clear()
+            tree._apply_eviction_result(result)
+            tree._accumulate_tracker(tracker, result.tracker)
+        else:
+            self._drop(node, tracker)
+
+    def copy_ahead(self, path: list[DocumentNode]) -> None:
+        """Begin to copy the documents of `path` that have no host copy, parents first, and of
+        the tails those that were used again."""
+        for node in path:
+            if node.backuped or (node.is_tail and not node.matched):
+                continue
+            limit = _AHEAD_SHARE * self._tree.token_to_kv_pool_allocator.size
+            if self._tokens_in_flight() + len(node.key) > limit:
+                return
+            self._copy(node, ahead=True)
+
+    def _tokens_in_flight(self) -> int:
+        core = self._tree.tree_core
+        return sum(
+            len(core.node_by_id(node_id).key)
+            for copy in self._tree.ongoing_write_through.values()
+            for node_id in copy.publish_node_ids
+        )
+
+    def _copy(self, node: DocumentNode, *, ahead: bool) -> bool:
+        """Begin to copy `node`; False when it isn't worth it or there is no room."""
+        tree, component = self._tree, self._tree.component
+        tokens = len(node.key)
+        if tokens > self._host_pool.logical_size:
+            return False
+        missing = tokens - self._host_pool.available_size()
+        victims = component.choose_host_victims(missing) if missing > 0 else HostVictims()
+        if victims is None:
+            return False
+        if not tree.settings.policy.admits(
+            [kept.statistics for kept in _subtree(node, without=victims.leaves)],
+            [leaf.statistics for leaf in victims.leaves],
+            component.host.clock,
+        ):
+            component.keep(victims)
+            tree.counters.refused_nodes += 1
+            tree.counters.refused_tokens += tokens
+            return False
+        if missing > 0:
+            result = DriveHostEvictionResult()
+            component.evict_victims(victims, result)
+            tree._apply_eviction_result(result)
+        action = BackupKV(node_ids=[node.id])
+        return bool(tree._execute_and_commit_kv_backup(action, write_back=not ahead))
+
+    def _drop(self, node: DocumentNode, tracker: dict[Any, int]) -> bool:
+        tree = self._tree
+        if node.children:
+            self.settle()  # a node below that is just being copied couldn't be dropped
+        result = tree.tree_core.drop_subtree_no_host(node.id)
+        tree._apply_eviction_result(result)
+        tree._accumulate_tracker(tracker, result.tracker)
+        return bool(result.is_dropped)
+
+    def settle(self) -> None:
+        """Wait for the copies of this walk and give the slots they read back."""
+        if self._leaving:
+            self._tree.writing_check(write_back=True)
+            slots, self._leaving, self.leaving_tokens = self._leaving, [], 0
+            self._tree.free_device_slots(slots)
+
+
+def _subtree(node: DocumentNode, without: list[DocumentNode]) -> list[DocumentNode]:
+    left_out = {other.id for other in without}
+    found, stack = [], [node]
+    while stack:
+        node = stack.pop()
+        if node.id not in left_out:
+            found.append(node)
+        stack += node.children.values()
+    return found
