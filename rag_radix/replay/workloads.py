@@ -201,7 +201,8 @@ def _topics(
     repeats = rng.random(requests) < workload.bursts
     back = rng.integers(1, workload.burst_window + 1, requests)
     source = np.arange(requests)
-    source[repeats] = (source - back)[repeats].clip(min=0)
+    repeats &= source >= back
+    source[repeats] -= back[repeats]
     # A repeat of a repeat has the topic of the first of them.
     while (source != source[source]).any():
         source = source[source]

@@ -1,0 +1,113 @@
+"""Reading and writing traces."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from rag_radix.errors import TraceError
+from rag_radix.replay.trace import (
+    TraceDocument,
+    TraceRequest,
+    TraceWriter,
+    read_trace,
+    write_trace,
+)
+
+REQUESTS = [
+    TraceRequest(
+        0.5,
+        (TraceDocument("wiki/1", "3", 10, 40), TraceDocument("é", "", 44, 50)),
+        90,
+        output_tokens=7,
+        namespace="tenant",
+    ),
+    TraceRequest(1.25, (), 12),
+]
+
+
+def test_a_written_trace_reads_back_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, REQUESTS)
+    assert read_trace(path) == REQUESTS
+
+
+def test_blank_lines_and_fields_with_defaults_may_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"arrival_s": 1, "prompt_tokens": 9, "documents": [{"id": "a", "start": 0, "end": 4}]}\n\n'
+    )
+    assert read_trace(path) == [TraceRequest(1.0, (TraceDocument("a", "", 0, 4),), 9)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not a JSON object"),
+        ("[1]", r"\[1\] is not a JSON object"),
+        ('{"arrival_s": 0, "documents": []}', "prompt_tokens is missing"),
+        ('{"arrival_s": 0, "documents": [], "prompt_tokens": true}', "prompt_tokens=True"),
+        ('{"arrival_s": 0, "documents": [], "prompt_tokens": -1}', "must not be negative"),
+        ('{"arrival_s": "0", "documents": [], "prompt_tokens": 1}', "arrival_s='0'"),
+        ('{"arrival_s": 0, "documents": [3], "prompt_tokens": 1}', r"documents\[0\]=3"),
+        (
+            '{"arrival_s": 0, "documents": [{"id": 3, "start": 0, "end": 1}], "prompt_tokens": 1}',
+            r"documents\[0\].id=3",
+        ),
+        (
+            '{"arrival_s": 0, "documents": [{"id": "a", "start": 0, "end": 2}], '
+            '"prompt_tokens": 1}',
+            r"documents\[0\] spans \[0, 2\)",
+        ),
+        (
+            '{"arrival_s": 0, "documents": [{"id": "a", "start": 2, "end": 4}, '
+            '{"id": "b", "start": 3, "end": 5}], "prompt_tokens": 9}',
+            r"documents\[1\] spans \[3, 5\)",
+        ),
+    ],
+)
+def test_a_bad_line_is_named_with_its_field(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival_s": 0, "documents": [], "prompt_tokens": 1}\n' + line)
+    with pytest.raises(TraceError, match=rf"trace.jsonl:2.*{message}"):
+        read_trace(path)
+
+
+def test_a_missing_file_is_a_trace_error(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="nowhere"):
+        read_trace(tmp_path / "nowhere")
+
+
+def test_the_writer_appends_whole_lines_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, REQUESTS[:1])
+    writer = TraceWriter(path)
+    writer.append(REQUESTS[1])
+    assert read_trace(path) == REQUESTS
+    writer.close()
+
+
+def test_a_writer_for_an_impossible_place_fails_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="writable folder"):
+        TraceWriter(tmp_path / "no" / "trace.jsonl")
+
+
+def test_a_failing_write_ends_the_trace_with_one_message(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer = TraceWriter("/dev/full")
+    with caplog.at_level(logging.ERROR):
+        for request in REQUESTS * 2:
+            writer.append(request)
+    assert len(caplog.records) == 1
+    assert "/dev/full" in caplog.text
+
+
+def test_a_document_id_that_json_cannot_hold_does_not_raise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = TraceWriter(tmp_path / "trace.jsonl")
+    writer.append(TraceRequest(0.0, (TraceDocument("\ud800", "", 0, 1),), 2))
+    assert "a write failed" in caplog.text
