@@ -13,6 +13,7 @@ from rag_radix.cost_model import PrefillCostTable, default_cost_table
 from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
 from rag_radix.knowledge_tree import KnowledgeTree
 from rag_radix.policies import DEFAULT_POLICY
+from rag_radix.recording import TraceRecorder
 from rag_radix.settings import parse_settings
 from rag_radix.sglang_compat import (
     ComponentType,
@@ -37,6 +38,7 @@ def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
             we registered isn't in use.
         UnsupportedError: The model or a flag can't be combined with the knowledge tree.
         ConfigError: A wrong policy or policy setting.
+        TraceError: The trace can't be written.
     """
     check_sglang()
     door.verify()
@@ -62,8 +64,11 @@ def build_tree(ctx: Any, policy: str, config: Mapping[str, Any] | None) -> Knowl
     params.component_registry_override = {ComponentType.FULL: KnowledgeComponent}
     # The base class looks the policy up in a closed table; ours never reaches it.
     params.eviction_policy, params.eviction_policy_config = "lru", None
+    # One rank is enough: all see the same requests.
+    trace = settings.trace if ctx.tp_rank == 0 else None
+    recorder = None if trace is None else TraceRecorder(trace)
     tree: KnowledgeTree = create_unified_radix_cache(
-        ctx, cache_class=partial(KnowledgeTree, settings=settings)
+        ctx, cache_class=partial(KnowledgeTree, settings=settings, recorder=recorder)
     )
     _verify_in_use(tree)
     return tree

@@ -9,6 +9,7 @@ from rag_radix.component import KnowledgeComponent
 from rag_radix.counters import RequestCounters
 from rag_radix.history import PathHistories
 from rag_radix.integrity import check_integrity
+from rag_radix.recording import TraceRecorder
 from rag_radix.report import report
 from rag_radix.retrieval import Retrieval
 from rag_radix.settings import TreeSettings
@@ -46,8 +47,11 @@ class KnowledgeTree(UnifiedRadixCache):
 
     tree_core: KnowledgeTreeCore
 
-    def __init__(self, params: Any, settings: TreeSettings) -> None:
+    def __init__(
+        self, params: Any, settings: TreeSettings, recorder: TraceRecorder | None = None
+    ) -> None:
         self.settings = settings
+        self._recorder = recorder
         self.counters = RequestCounters()
         self.document_frequencies = DocumentFrequencies()
         self.histories = PathHistories()
@@ -95,6 +99,12 @@ class KnowledgeTree(UnifiedRadixCache):
             self._count(retrieval, path, req)
         if self.is_write_back and self.settings.swap_out == "eager":
             self.swap_out.copy_ahead([node for node, _ in path])
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        retrieval = Retrieval.of(req, self.settings.max_depth)
+        if self._recorder is not None and retrieval.counted and req.finished():
+            self._recorder.record(retrieval, req)
 
     def _cut_and_name(
         self, retrieval: Retrieval, nodes: list[DocumentNode], req: Any
@@ -162,6 +172,8 @@ class KnowledgeTree(UnifiedRadixCache):
         cost = self.settings.prefill_cost(hit, new_tokens)
         if not retrieval.counted:
             retrieval.counted = True
+            if self._recorder is not None:
+                retrieval.counted_at_s = self._recorder.now_s()
             self.tree_core.advance()
             self.counters.requests += 1
             self.counters.prompt_tokens += retrieval.prompt_tokens
@@ -239,8 +251,7 @@ class KnowledgeTree(UnifiedRadixCache):
         arguments = (request_by_type, tracker, available_size_targets)
         try:
             super()._evict_components(*arguments, **kwargs)
-            if self.ongoing_write_through and not self._has_evicted_enough(*arguments):
-                # Copies begun ahead of eviction lock what they read.
+            if self.swap_out.locks() and not self._has_evicted_enough(*arguments):
                 super().writing_check(write_back=True)
                 super()._evict_components(*arguments, **kwargs)
         finally:

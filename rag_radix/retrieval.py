@@ -31,6 +31,8 @@ class Retrieval:
         counted_end: End of the part of the prompt whose nodes are counted.
         counted_at: SGLang's logical time of the last count. What is younger was inserted
             again, after a retraction.
+        counted_at_s: When the request was first counted, if a trace is recorded: seconds
+            since its beginning.
         document_counts: Retrievals, this one included, of its documents counted so far.
         histories: Of the paths to them, when the policy asks for them.
     """
@@ -42,6 +44,7 @@ class Retrieval:
     counted: bool = False
     counted_end: int = 0
     counted_at: int = 0
+    counted_at_s: float = 0.0
     document_counts: list[int] = field(default_factory=list)
     histories: list[PathHistory] = field(default_factory=list)
 

@@ -57,6 +57,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "__init__": ("self", "params"),
             "init_hicache": ("self", "server_args", "params"),
             "checkpoint_into_tree": ("self", "req", "up_to", "kwargs"),
+            "on_release": ("self", "req", "checkpointed"),
             "sanity_check": ("self",),
             "_reset_full": ("self",),
             "_evict_device_leaf": ("self", "node_id", "tracker"),

@@ -63,6 +63,11 @@ class SwapOut:
                 return
             self._copy(node, ahead=True)
 
+    def locks(self) -> bool:
+        """Whether copies that were begun ahead of eviction lock what they read."""
+        copies = self._tree.ongoing_write_through.values()
+        return any(copy.lock_params is not None for copy in copies)
+
     def _tokens_in_flight(self) -> int:
         core = self._tree.tree_core
         return sum(

@@ -1,0 +1,46 @@
+"""Writes what a server is asked as a trace that can be replayed; never any text."""
+
+from __future__ import annotations
+
+import time
+from hashlib import blake2b
+from typing import Any
+
+from rag_radix.replay.trace import TraceDocument, TraceRequest, TraceWriter
+from rag_radix.retrieval import Retrieval
+
+
+class TraceRecorder:
+    """Appends each request to a trace when it ends, in the order of their ends.
+
+    Raises:
+        TraceError: The file can't be opened for appending.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._writer = TraceWriter(path)
+        self._started_s = time.monotonic()
+
+    def now_s(self) -> float:
+        """Seconds since the trace began."""
+        return time.monotonic() - self._started_s
+
+    def record(self, retrieval: Retrieval, req: Any) -> None:
+        namespace = ""
+        if req.extra_key or req.cache_salt:
+            # A salt is a secret.
+            names = repr((req.extra_key, req.cache_salt)).encode()
+            namespace = blake2b(names, digest_size=8).hexdigest()
+        documents = tuple(
+            TraceDocument(span.id, span.version, span.start, span.end)
+            for span in retrieval.annotation.documents
+        )
+        self._writer.append(
+            TraceRequest(
+                arrival_s=round(retrieval.counted_at_s, 3),
+                documents=documents,
+                prompt_tokens=retrieval.prompt_tokens,
+                output_tokens=len(req.output_ids),
+                namespace=namespace,
+            )
+        )
