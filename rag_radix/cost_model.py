@@ -12,6 +12,8 @@ import orjson
 
 from rag_radix.errors import ConfigError
 
+PROFILE_SCHEMA = 1
+
 
 @dataclass(frozen=True)
 class PrefillCostTable:
@@ -63,22 +65,32 @@ class PrefillCostTable:
 
     @classmethod
     def load(cls, path: str | Path) -> PrefillCostTable:
-        """Read a table from a JSON object with the three attributes as its keys.
+        """Read a profile, or any JSON object with the three attributes as its keys.
+
+        `seconds` may end a row with nulls, where the prompt is longer than the context and
+        can't be measured: such a row goes on growing as the row above it does.
 
         Raises:
             ConfigError: The file can't be read or isn't such an object.
         """
         try:
             table = orjson.loads(Path(path).read_bytes())
+            if table.get("schema", PROFILE_SCHEMA) != PROFILE_SCHEMA:
+                raise ConfigError(
+                    f"prefill-cost profile {str(path)!r} has schema {table['schema']}, not "
+                    f"{PROFILE_SCHEMA}: measure it again with this version's `rag-radix profile`"
+                )
             return cls(
                 tuple(table["cached_tokens"]),
                 tuple(table["new_tokens"]),
-                tuple(tuple(row) for row in table["seconds"]),
+                _completed(table["seconds"]),
             )
-        except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
+        except ConfigError:
+            raise
+        except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"prefill-cost table {str(path)!r} can't be used ({error!r}): give a JSON file "
-                "with 'cached_tokens', 'new_tokens' and 'seconds'"
+                f"prefill-cost table {str(path)!r} can't be used ({error!r}): give a file of "
+                "`rag-radix profile`, or JSON with 'cached_tokens', 'new_tokens' and 'seconds'"
             ) from error
 
 
@@ -86,6 +98,20 @@ def _cell(grid: Sequence[int], value: int) -> tuple[int, float]:
     """Index of the grid cell for `value` and where it lies in it (0 to 1 inside the grid)."""
     index = min(max(bisect_right(grid, value) - 1, 0), len(grid) - 2)
     return index, (value - grid[index]) / (grid[index + 1] - grid[index])
+
+
+def _completed(rows: Sequence[Sequence[float | None]]) -> tuple[tuple[float, ...], ...]:
+    """Replace the nulls at the end of rows: growth from column to column is the row above's."""
+    completed: list[tuple[float, ...]] = []
+    for row in rows:
+        costs: list[float] = []
+        for column, cost in enumerate(row):
+            if cost is None:
+                above = completed[-1]
+                cost = costs[-1] * above[column] / above[column - 1]
+            costs.append(cost)
+        completed.append(tuple(costs))
+    return tuple(completed)
 
 
 def default_cost_table(

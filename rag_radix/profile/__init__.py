@@ -1,0 +1,1 @@
+"""`rag-radix profile`: prefill cost measured on a running server."""

@@ -1,0 +1,95 @@
+"""A server of one's own for the length of a profile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rag_radix.profile.server import ProfileError
+
+HOST = "127.0.0.1"
+START_LIMIT_S = 900.0
+STOP_LIMIT_S = 15.0
+LOG_TAIL_LINES = 25
+
+
+@contextmanager
+def serving(model_path: str, flags: Sequence[str]) -> Iterator[str]:
+    """Serve a model with `rag-radix serve` until the block ends.
+
+    The policy is `lru` unless `flags` choose one: costs don't depend on it, and a prefix that
+    wasn't used for long then surely goes to the host.
+
+    Yields:
+        The server's URL.
+
+    Raises:
+        ProfileError: The server ended, or wasn't ready in time.
+    """
+    port = _free_port()
+    command = [str(Path(sys.executable).with_name("rag-radix")), "serve"]
+    command += ["--model-path", model_path, "--host", HOST, "--port", str(port)]
+    command += ["--radix-eviction-policy", "lru", *flags]
+    with tempfile.NamedTemporaryFile(prefix="rag-radix-profile-", suffix=".log") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        # SIGTERM would skip the clean-up that SystemExit runs.
+        previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        try:
+            _wait_until_ready(process, port, Path(log.name))
+            yield f"http://{HOST}:{port}"
+        finally:
+            _stop(process)
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while True:
+        if process.poll() is not None:
+            problem = f"ended with status {process.returncode}"
+        elif time.monotonic() > deadline_s:
+            problem = f"wasn't ready after {START_LIMIT_S:.0f} s"
+        else:
+            try:
+                urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5).close()
+                return
+            except OSError:
+                time.sleep(0.3)
+                continue
+        with log.open(errors="replace") as lines:
+            tail = "".join(deque(lines, LOG_TAIL_LINES))
+        raise ProfileError(f"the server {problem}; its log ends with:\n{tail}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server with everything it started: its process group, politely, then for certain."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_LIMIT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
