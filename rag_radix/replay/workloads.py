@@ -25,6 +25,18 @@ the stated share holds.
 
 The stated share is that of the topic popularity: one-offs, scans and bursts come on top of it.
 A one-off is a document that is retrieved once and never again.
+
+How hard they are, with k = 2, tiers of 50,000 and 524,288 tokens, 100,000 requests after 20,000
+of warm-up, seed 11, in cached document tokens by prompt tokens; LRU is a plain one over both
+tiers as one, the bound is `clairvoyant_bound`:
+
+| name          | LRU   | bound |     | name           | LRU   | bound |
+|---------------|-------|-------|-----|----------------|-------|-------|
+| `mmlu-like`   | 7.9%  | 27.0% |     | `burst`        | 22.5% | 38.2% |
+| `mmlu-hot`    | 27.7% | 48.8% |     | `drift-burst`  | 23.1% | 38.6% |
+| `nq-like`     | 1.0%  | 11.2% |     | `scan`         | 4.1%  | 18.7% |
+| `hotpot-like` | 0.3%  | 6.1%  |     | `update-heavy` | 7.3%  | 25.3% |
+| `drift`       | 6.6%  | 23.6% |     | `uniform`      | 0.1%  | 4.6%  |
 """
 
 from __future__ import annotations
