@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     from rag_radix_frontend.cli import add_index_commands
 
+    from rag_radix.profile.command import add_profile_command
+    from rag_radix.replay.simulate import add_simulate_command
+
     parser = argparse.ArgumentParser(
         prog="rag-radix", description="RAG serving on SGLang that reads a document once."
     )
@@ -31,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "serve", help="start SGLang with the knowledge tree; takes all flags of `sglang serve`"
     )
     add_index_commands(commands)
+    add_profile_command(commands)
+    add_simulate_command(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

@@ -1,0 +1,181 @@
+"""Command-line options that `simulate` and `plan` share."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rag_radix.cost_model import PrefillCostTable
+from rag_radix.errors import ConfigError, RagRadixError
+from rag_radix.policies import POLICIES
+from rag_radix.replay.reference_cost import KV_BYTES_PER_TOKEN, a10g_mistral_cost_table
+from rag_radix.replay.runs import PolicyVariant
+from rag_radix.replay.trace import TraceRequest, read_trace
+from rag_radix.replay.workloads import WORKLOADS, generate
+
+DEFAULT_REQUESTS = 20_000
+# What is replayed before anything is counted.
+WARM_UP_SHARE = 1 / 6
+
+
+def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say which requests are replayed."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, metavar="FILE", help="a trace of JSON lines")
+    source.add_argument(
+        "--workload", choices=WORKLOADS, metavar="NAME", help=f"one of {', '.join(WORKLOADS)}"
+    )
+    parser.add_argument(
+        "--requests",
+        type=_positive,
+        metavar="N",
+        help=f"the first N (default: all of a trace, {DEFAULT_REQUESTS:,} of a workload)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the workload (0)")
+    parser.add_argument(
+        "--k", type=_positive, default=2, metavar="K", help="documents a retrieval, workloads (2)"
+    )
+    parser.add_argument(
+        "--warm-up", type=_count, metavar="N", help="requests not counted (default: a sixth)"
+    )
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say what server is imagined, but not how much memory it has."""
+    parser.add_argument(
+        "--kv-bytes-per-token",
+        type=_positive,
+        default=KV_BYTES_PER_TOKEN,
+        metavar="N",
+        help=f"({KV_BYTES_PER_TOKEN:,}, a 7B model in 16 bits with grouped-query attention)",
+    )
+    parser.add_argument(
+        "--page-size", type=_positive, default=16, metavar="P", help="of the server, tokens (16)"
+    )
+    parser.add_argument(
+        "--cost-table",
+        type=Path,
+        metavar="FILE",
+        help="a prefill-cost table (default: a 7B model on an A10G, from arithmetic)",
+    )
+
+
+def read_requests(options: argparse.Namespace, seed: int | None = None) -> list[TraceRequest]:
+    """The requests that the options ask for; `seed` takes the place of theirs.
+
+    Raises:
+        TraceError: The trace can't be read.
+        ConfigError: An option is out of range, or the trace is empty.
+    """
+    if options.trace is None:
+        return generate(
+            options.workload,
+            requests=options.requests or DEFAULT_REQUESTS,
+            seed=options.seed if seed is None else seed,
+            k=options.k,
+        )
+    requests = read_trace(options.trace)[: options.requests]
+    if not requests:
+        raise ConfigError(f"trace {str(options.trace)!r} has no requests")
+    return requests
+
+
+def warm_up_of(options: argparse.Namespace, requests: int) -> int:
+    """Requests that aren't counted.
+
+    Raises:
+        ConfigError: That would be all of them.
+    """
+    warm_up = int(requests * WARM_UP_SHARE) if options.warm_up is None else int(options.warm_up)
+    if warm_up >= requests:
+        raise ConfigError(f"--warm-up {warm_up}: the trace has only {requests} requests")
+    return warm_up
+
+
+def cost_of(options: argparse.Namespace) -> PrefillCostTable:
+    """The prefill cost that the options ask for.
+
+    Raises:
+        ConfigError: The file can't be used.
+    """
+    if options.cost_table is None:
+        return a10g_mistral_cost_table()
+    return PrefillCostTable.load(options.cost_table)
+
+
+def parse_variants(policies: str, config: str | None) -> list[PolicyVariant]:
+    """Policies from a list like `pgdsf,pgdsf:frequency=node`, in its order.
+
+    Settings behind a colon override those of `config`, a JSON object for all of them. A
+    value is JSON or, when it isn't, a string.
+
+    Raises:
+        ConfigError: An unknown policy or setting, or one that isn't written so.
+    """
+    try:
+        common = orjson.loads(config) if config else {}
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--policy-config {config!r} isn't JSON: {error}") from error
+    if not isinstance(common, dict):
+        raise ConfigError(f"--policy-config {config!r} must be a JSON object")
+    variants = [_variant(label.strip(), common) for label in policies.split(",") if label.strip()]
+    if not variants:
+        raise ConfigError(f"--policy names no policy: use some of {', '.join(sorted(POLICIES))}")
+    return variants
+
+
+def _variant(label: str, common: dict[str, Any]) -> PolicyVariant:
+    name, *settings = label.split(":")
+    if name not in POLICIES:
+        raise ConfigError(
+            f"--policy {name!r} doesn't exist: use some of {', '.join(sorted(POLICIES))}"
+        )
+    config = dict(common)
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--policy {label!r}: write settings like pgdsf:frequency=node, not {setting!r}"
+            )
+        try:
+            config[key] = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            config[key] = value
+    return PolicyVariant(label, name, config)
+
+
+def reporting(
+    command: Callable[[argparse.Namespace], None],
+) -> Callable[[argparse.Namespace], int]:
+    """A command whose expected errors are one line on stderr and exit status 2."""
+
+    @functools.wraps(command)
+    def run(options: argparse.Namespace) -> int:
+        try:
+            command(options)
+        except RagRadixError as error:
+            print(f"rag-radix: {error}", file=sys.stderr)
+            return 2
+        return 0
+
+    return run
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be positive")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text.replace("_", "").replace(",", ""))
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value
