@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 HALF_LIVES = (200.0, 2_000.0, 20_000.0, 100_000.0)
 """In retrievals. The first is what a burst lasts; a document's popularity the others."""
@@ -87,6 +87,7 @@ class PathHistories:
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
         self._histories: OrderedDict[bytes, PathHistory] = OrderedDict()
+        self._expected: list[PathHistory] = []
         self.mixture = HalfLifeMixture()
 
     def __len__(self) -> int:
@@ -102,6 +103,16 @@ class PathHistories:
             self._histories.popitem(last=False)
         return history
 
+    def expect(self, paths: Iterable[bytes]) -> None:
+        """Let the waiting requests' `paths` be the uses that are known to come."""
+        for history in self._expected:
+            history.expected = 0
+        known = (self._histories.get(path) for path in paths)
+        self._expected = [history for history in known if history is not None]
+        for history in self._expected:
+            history.expected += 1
+
     def clear(self) -> None:
         self._histories.clear()
+        self._expected.clear()
         self.mixture = HalfLifeMixture()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from rag_radix.component import KnowledgeComponent
@@ -25,6 +27,8 @@ from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore, Occurrence
 
 # Names of one node: a client may name the same tokens differently in every request.
 _NAMES_KEPT = 8
+# Of the waiting queue, however long it is.
+_WAITING_CONSIDERED = 128
 
 
 class KnowledgeTree(UnifiedRadixCache):
@@ -43,6 +47,7 @@ class KnowledgeTree(UnifiedRadixCache):
         counters: What requests found.
         document_frequencies: Retrievals per document; survive eviction, not a flush.
         histories: Uses per path, for policies that ask for them; likewise.
+        waiting: The requests that wait to be served, next ones first.
     """
 
     tree_core: KnowledgeTreeCore
@@ -56,6 +61,7 @@ class KnowledgeTree(UnifiedRadixCache):
         self.document_frequencies = DocumentFrequencies()
         self.histories = PathHistories()
         self.swap_out = SwapOut(self)
+        self.waiting: Callable[[], Iterable[Any]] = tuple
         super().__init__(params)
 
     @property
@@ -223,7 +229,7 @@ class KnowledgeTree(UnifiedRadixCache):
                 end = spans[index].end  # it lies within a page, which belongs to what follows
             retrieval.document_counts.append(self.document_frequencies.record(document))
             if self.settings.policy.uses_history and index < len(retrieval.kept_documents):
-                path = retrieval.path_key(end, req)
+                path = retrieval.path_keys(req)[index]
                 retrieval.histories.append(self.histories.record(path, self.tree_core.access_time))
             self.counters.documents += 1
             if end <= device_hit:
@@ -249,6 +255,8 @@ class KnowledgeTree(UnifiedRadixCache):
     ) -> None:
         """SGLang's walk; the copies that it begins are waited for at its end, all at once."""
         arguments = (request_by_type, tracker, available_size_targets)
+        if self.settings.policy.uses_history:
+            self._foresee()
         try:
             super()._evict_components(*arguments, **kwargs)
             if self.swap_out.locks() and not self._has_evicted_enough(*arguments):
@@ -256,6 +264,12 @@ class KnowledgeTree(UnifiedRadixCache):
                 super()._evict_components(*arguments, **kwargs)
         finally:
             self.swap_out.settle()
+
+    def _foresee(self) -> None:
+        """Note which paths the waiting requests are going to use."""
+        requests = islice(self.waiting(), _WAITING_CONSIDERED)
+        retrievals = ((req, Retrieval.of(req, self.settings.max_depth)) for req in requests)
+        self.histories.expect(path for req, it in retrievals for path in it.path_keys(req))
 
     def _has_evicted_enough(self, requested: Any, tracker: Any, targets: Any) -> bool:
         full = ComponentType.FULL

@@ -35,6 +35,7 @@ class Retrieval:
             since its beginning.
         document_counts: Retrievals, this one included, of its documents counted so far.
         histories: Of the paths to them, when the policy asks for them.
+        keys: Of these paths, once they were asked for.
     """
 
     annotation: Annotation
@@ -47,6 +48,7 @@ class Retrieval:
     counted_at_s: float = 0.0
     document_counts: list[int] = field(default_factory=list)
     histories: list[PathHistory] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
 
     @classmethod
     def of(cls, req: Any, max_depth: int | None) -> Retrieval:
@@ -75,9 +77,15 @@ class Retrieval:
         span = self.annotation.documents[index]
         return DocumentKey(span.id, span.version, req.extra_key, req.cache_salt)
 
-    @staticmethod
-    def path_key(end: int, req: Any) -> bytes:
-        """Identifies the first `end` tokens of the prompt within their namespace."""
-        namespace = repr((req.extra_key, req.cache_salt)).encode()
-        tokens = array("q", req.origin_input_ids[:end])
-        return blake2b(tokens, digest_size=16, key=blake2b(namespace).digest()).digest()
+    def path_keys(self, req: Any) -> list[bytes]:
+        """By document that gets a node of its own: identifies the prompt up to its end, in
+        its namespace."""
+        if not self.keys:
+            namespace = repr((req.extra_key, req.cache_salt)).encode()
+            path = blake2b(digest_size=16, key=blake2b(namespace).digest())
+            tokens, start = memoryview(array("q", req.origin_input_ids)), 0
+            for span in self.kept_documents:
+                path.update(tokens[start : span.end])
+                self.keys.append(path.digest())
+                start = span.end
+        return self.keys

@@ -114,7 +114,8 @@ class Tier:
             rank = node.ranks[self.name]
             if rank.floor != rank.priority:
                 self.rank(node)
-            order = (node.ranks[self.name].priority, node.id)
+            foreseen = self._policy.foreseen(node.statistics, self.clock)
+            order = (node.ranks[self.name].priority + foreseen, node.id)
             if best is None or order < bound:
                 if best is not None:
                     passed_over.append(best)

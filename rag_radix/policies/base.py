@@ -77,6 +77,10 @@ class ReplacementPolicy(ABC):
         priority = self.priority(statistics, clock)
         return Rank(priority, priority)
 
+    def foreseen(self, statistics: NodeStatistics, clock: Clock) -> float:
+        """What uses that are known to come add to a node's priority now; never negative."""
+        return 0.0
+
     def admits(
         self,
         kept: Sequence[NodeStatistics],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 
 import pytest
 
-from rag_radix import sglang_compat
+from rag_radix import scheduler_hooks, sglang_compat
 from rag_radix.component import KnowledgeComponent
 from rag_radix.errors import IncompatibleSGLangError
 from rag_radix.knowledge_tree import KnowledgeTree
@@ -72,3 +73,20 @@ def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
     }
     assert ours.isdisjoint(base)
     assert ours | base == set(vars(DocumentNode((), 0)))
+
+
+def test_the_scheduler_has_what_the_hooks_read() -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler)
+    for line in ("self.tree_cache = ", "self.waiting_queue: List[Req] = "):
+        assert line in source
+    for target in scheduler_hooks.TARGETS:
+        function = pkgutil.resolve_name(target)
+        assert next(iter(inspect.signature(function).parameters)) == "self"
+
+
+def test_a_copy_in_flight_says_what_it_locks() -> None:
+    from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
+
+    assert {"lock_params", "publish_node_ids"} <= set(_OngoingWriteThrough._fields)
