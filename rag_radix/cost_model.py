@@ -77,16 +77,16 @@ class PrefillCostTable:
             table = orjson.loads(Path(path).read_bytes())
             if table.get("schema", PROFILE_SCHEMA) != PROFILE_SCHEMA:
                 raise ConfigError(
-                    f"prefill-cost profile {str(path)!r} has schema {table['schema']}, not "
-                    f"{PROFILE_SCHEMA}: measure it again with this version's `rag-radix profile`"
+                    f"schema {table['schema']} isn't this version's {PROFILE_SCHEMA}: measure again with "
+                    "`rag-radix profile`"
                 )
             return cls(
                 tuple(table["cached_tokens"]),
                 tuple(table["new_tokens"]),
                 _completed(table["seconds"]),
             )
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            raise ConfigError(f"prefill-cost table {str(path)!r}: {error}") from error
         except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"prefill-cost table {str(path)!r} can't be used ({error!r}): give a file of "

@@ -83,7 +83,6 @@ class _Prober:
         self._warm: dict[int, _Prefix] = {}
         self._host_tokens = list(grid.hit_tokens)
         if not capacity.has_host_tier:
-            self._host_tokens = []
             self.samples.host_problem = (
                 "the server has no host tier (--enable-hierarchical-cache adds one)"
             )
@@ -110,6 +109,8 @@ class _Prober:
 
         Prefixes that stay on device, or don't reach the host, are given up after some floods.
         """
+        if not self._capacity.has_host_tier:
+            return
         given_up = len(self._grid.hit_tokens) - len(self._host_tokens)
         pending = self._host_tokens
         for attempt in range(1, ATTEMPTS + 1):

@@ -57,13 +57,15 @@ def _verdict(profile: Profile) -> str:
     lines = [f"host hits: {profile.host_problem}"] if profile.host_problem else []
     measured = [hit.cached_tokens for hit in profile.hits if hit.host]
     if measured:
-        pays = profile.host_pays_from
-        of_range = f"from {measured[0]:,} to {measured[-1]:,} tokens"
+        match profile.host_pays_from:
+            case "always":
+                where = "at every length"
+            case "never":
+                where = "at no length for good"
+            case length:
+                where = f"from {length:,} tokens on"
         lines.append(
-            "loading from host beats recomputing "
-            + {
-                "always": f"at every length measured, {of_range}",
-                "never": f"at no length up to {measured[-1]:,} tokens for good",
-            }.get(str(pays), f"from {pays:,} tokens on, measured {of_range}")
+            f"loading from host beats recomputing {where} (measured from {measured[0]:,} to "
+            f"{measured[-1]:,} tokens)"
         )
     return "\n".join(lines)

@@ -64,7 +64,53 @@ def test_a_table_is_read_from_json(tmp_path):
     assert PrefillCostTable.load(path) == TABLE
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"cached_tokens": [0, 1]}', b"3"])
+def test_a_row_that_ends_early_goes_on_as_the_row_above(tmp_path):
+    path = tmp_path / "profile.json"
+    content = {
+        "schema": 1,
+        "cached_tokens": [0, 10, 20],
+        "new_tokens": [10, 20, 40],
+        "seconds": [[1, 2, 5], [2, 3, None], [4, None, None]],
+    }
+    path.write_bytes(orjson.dumps(content))
+    assert PrefillCostTable.load(path).seconds == ((1, 2, 5), (2, 3, 7.5), (4, 6, 15))
+
+
+def test_another_schema_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_bytes(b'{"schema": 2, "cached_tokens": []}')
+    with pytest.raises(ConfigError, match=r"profile\.json.*schema 2"):
+        PrefillCostTable.load(path)
+
+
+def test_a_table_that_rises_within_the_grid_rises_beyond_it():
+    lengths = (1, 5, 10, 15, 20, 39, 40, 41, 80, 1000)
+    prefixes = (0, 50, 100, 299, 300, 301, 1000)
+    for cached in prefixes:
+        costs = [TABLE(cached, new) for new in lengths]
+        assert costs == sorted(costs)
+        assert costs[0] > 0
+    for new in lengths:
+        assert [TABLE(cached, new) for cached in prefixes] == sorted(
+            TABLE(cached, new) for cached in prefixes
+        )
+
+
+UNUSABLE = [
+    None,
+    b"{",
+    b"[]",
+    b'{"cached_tokens": [0, 1]}',
+    b"3",
+    b'{"cached_tokens": [0, 1], "new_tokens": [1, 2], "seconds": [[null, 1], [1, 1]]}',
+    b'{"cached_tokens": [0, 1], "new_tokens": [1, 2], "seconds": [["1", 1], [1, 1]]}',
+    b'{"cached_tokens": ["0", 1], "new_tokens": [1, 2], "seconds": [[1, 1], [1, 1]]}',
+    b'{"cached_tokens": [0, 1], "new_tokens": [1, 2], "seconds": [[1, 1, 1], [1, 1]]}',
+    b'{"cached_tokens": [0, 1], "new_tokens": [1, 2], "seconds": [[1, 1], [0, 1]]}',
+]
+
+
+@pytest.mark.parametrize("content", UNUSABLE)
 def test_an_unusable_file_is_named(tmp_path, content):
     path = tmp_path / "cost.json"
     if content is not None:
