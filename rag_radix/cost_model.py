@@ -19,8 +19,9 @@ PROFILE_SCHEMA = 1
 class PrefillCostTable:
     """Prefill seconds on a grid, interpolated bilinearly (RAGCache, arXiv:2404.12457).
 
-    Beyond the grid its outermost cells are extended linearly, but never below the smallest
-    corner of the cell, so that a noisy profile can't make a cost negative.
+    Beyond the grid its outermost cells are extended linearly, but a cost is never below that of
+    the nearest point of the grid: a pass shorter than the shortest measured costs as much as
+    that one, and a noisy profile can't make long prefills cheap or negative.
 
     Attributes:
         cached_tokens: Ascending grid of cached prefix lengths, at least two.
@@ -57,11 +58,18 @@ class PrefillCostTable:
 
     def __call__(self, cached_tokens: int, new_tokens: int) -> float:
         """Seconds to compute `new_tokens` behind `cached_tokens`."""
+        cost = self._extended(cached_tokens, new_tokens)
+        nearest_cached = min(max(cached_tokens, self.cached_tokens[0]), self.cached_tokens[-1])
+        nearest_new = min(max(new_tokens, self.new_tokens[0]), self.new_tokens[-1])
+        if (nearest_cached, nearest_new) == (cached_tokens, new_tokens):
+            return cost
+        return max(cost, self._extended(nearest_cached, nearest_new))
+
+    def _extended(self, cached_tokens: int, new_tokens: int) -> float:
         i, u = _cell(self.cached_tokens, cached_tokens)
         j, v = _cell(self.new_tokens, new_tokens)
         (a, b), (c, d) = self.seconds[i][j : j + 2], self.seconds[i + 1][j : j + 2]
-        cost = (1 - u) * ((1 - v) * a + v * b) + u * ((1 - v) * c + v * d)
-        return max(cost, min(a, b, c, d))
+        return (1 - u) * ((1 - v) * a + v * b) + u * ((1 - v) * c + v * d)
 
     @classmethod
     def load(cls, path: str | Path) -> PrefillCostTable:
@@ -77,8 +85,8 @@ class PrefillCostTable:
             table = orjson.loads(Path(path).read_bytes())
             if table.get("schema", PROFILE_SCHEMA) != PROFILE_SCHEMA:
                 raise ConfigError(
-                    f"schema {table['schema']} isn't this version's {PROFILE_SCHEMA}: measure again with "
-                    "`rag-radix profile`"
+                    f"its schema is {table['schema']}, this version's is {PROFILE_SCHEMA}: measure "
+                    "again with `rag-radix profile`"
                 )
             return cls(
                 tuple(table["cached_tokens"]),

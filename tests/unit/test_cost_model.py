@@ -27,10 +27,18 @@ def test_beyond_the_grid_the_last_cell_goes_on():
     assert TABLE(500, 10) == pytest.approx(7.0)
 
 
-def test_a_noisy_profile_never_gives_a_cost_below_its_cell():
+def test_a_pass_shorter_than_the_shortest_costs_as_much():
+    assert TABLE(0, 1) == TABLE(0, 10)
+    assert TABLE(100, 5) == TABLE(100, 10)
+
+
+def test_beyond_a_noisy_profile_no_cost_falls_below_the_border():
     falling = PrefillCostTable((0, 10), (10, 20), ((5, 1), (5, 1)))
     assert falling(0, 1000) == 1
     assert falling(0, 1) > 0
+    twisted = PrefillCostTable((0, 10), (10, 20), ((1, 8), (4, 5)))
+    assert twisted(1000, 20) == 5
+    assert twisted(1000, 1000) == 5
 
 
 @pytest.mark.parametrize(
@@ -79,7 +87,7 @@ def test_a_row_that_ends_early_goes_on_as_the_row_above(tmp_path):
 def test_another_schema_is_refused(tmp_path):
     path = tmp_path / "profile.json"
     path.write_bytes(b'{"schema": 2, "cached_tokens": []}')
-    with pytest.raises(ConfigError, match=r"profile\.json.*schema 2"):
+    with pytest.raises(ConfigError, match=r"profile\.json.*schema is 2"):
         PrefillCostTable.load(path)
 
 
