@@ -119,6 +119,7 @@ class Harness:
             tp_group=None,
         )
         self.tree: KnowledgeTree = build_tree(context, policy, policy_config)
+        self._held: list[HeldEvent] = []
         self._rids = (f"request-{number:08d}" for number in itertools.count())
 
     # One request, step by step
@@ -255,6 +256,30 @@ class Harness:
         if self.tree.cache_controller is not None:
             self.tree.check_hicache_events()
 
+    # Copies to host
+
+    def hold_copies(self) -> None:
+        """From now on copies to host are not done until `finish_copies` or until somebody
+        waits for them."""
+        controller = self.tree.cache_controller
+        submit = controller.start_writing
+
+        def start_writing() -> None:
+            before = len(controller.ack_write_queue)
+            submit()
+            for index in range(before, len(controller.ack_write_queue)):
+                event = HeldEvent()
+                self._held.append(event)
+                ack = controller.ack_write_queue[index]
+                controller.ack_write_queue[index] = ack._replace(finish_event=event)
+
+        controller.start_writing = start_writing
+
+    def finish_copies(self) -> None:
+        for event in self._held:
+            event.done = True
+        self._held.clear()
+
     # KV contents
 
     def _extend(self, req: Any, start: int, end: int) -> None:
@@ -311,6 +336,19 @@ class Harness:
     def on_host(self, name: str) -> bool:
         node = self.ends().get(name)
         return node is not None and node.backuped
+
+
+class HeldEvent:
+    """The end of a copy, which comes when it is told to."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
 
 
 def prefix_values(tokens: Sequence[int]) -> torch.Tensor:

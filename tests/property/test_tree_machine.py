@@ -26,6 +26,8 @@ from hypothesis.stateful import (
 )
 from tree_harness import Harness, harness
 
+from rag_radix.history import HALF_LIVES
+from rag_radix.policies import POLICIES
 from rag_radix.sglang_compat import ComponentType
 from rag_radix.statistics import DocumentKey
 
@@ -80,6 +82,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.ended: list[list[int]] = []
         self.requests = 0
         self.retrievals: Counter[DocumentKey] = Counter()
+        self.uses: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
         self.occurrences: dict[tuple[str | None, tuple[int, ...]], set[tuple[str, int]]] = {}
         self.read: list[tuple[str | None, list[int], Flight]] = []
         self.clocks = [0.0, 0.0]
@@ -88,28 +91,44 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(
         page_size=st.sampled_from([1, 16]),
-        policy=st.sampled_from(["pgdsf", "lru"]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        swap_out=st.sampled_from(["on_evict", "eager"]),
+        max_depth=st.sampled_from([None, None, 1, 2]),
+        hold_copies=st.booleans(),
         # Nothing leaves the tree when the device tier is large.
         device_tokens=st.sampled_from([DEVICE_TOKENS, DEVICE_TOKENS, 16 * DEVICE_TOKENS]),
         host_tokens=st.sampled_from([0, 48, 160, 640]),
     )
-    def build(self, page_size: int, policy: str, device_tokens: int, host_tokens: int) -> None:
+    def build(
+        self,
+        page_size: int,
+        policy: str,
+        swap_out: str,
+        max_depth: int | None,
+        hold_copies: bool,
+        device_tokens: int,
+        host_tokens: int,
+    ) -> None:
         self.page_size = page_size
+        self.max_depth = max_depth
         self.h = self.stack.enter_context(
             harness(
                 device_tokens=device_tokens,
                 host_tokens=host_tokens,
                 page_size=page_size,
                 policy=policy,
+                policy_config={"swap_out": swap_out, "max_depth": max_depth},
             )
         )
+        if host_tokens and hold_copies:
+            self.h.hold_copies()
 
     def teardown(self) -> None:
         try:
             if hasattr(self, "h"):
                 while self.flights:
                     self._end(self.flights[0], aborted=True)
-                self.h.poll()
+                self._finish_copies()
                 self.check_idle()
                 self.check_tree()
         finally:
@@ -334,14 +353,24 @@ class TreeMachine(RuleBasedStateMachine):
     def poll(self) -> None:
         self.h.poll()
 
+    @rule()
+    def copies_end(self) -> None:
+        self._finish_copies()
+
+    def _finish_copies(self) -> None:
+        self.h.finish_copies()
+        self.h.poll()
+
     @precondition(lambda self: not self.flights and self.requests % 5 == 4)
     @rule()
     def flush(self) -> None:
         self.h.poll()
+        self._finish_copies()
         self.check_idle()
         self.h.tree.reset()
         self.h.allocator.clear()
         self.retrievals.clear()
+        self.uses.clear()
         self.occurrences.clear()
         self.read.clear()
         self.clocks = [0.0, 0.0]
@@ -355,7 +384,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def _inserted(self, flight: Flight, up_to: int, *, ended: bool = False) -> None:
         prompt, end = flight.prompt, self._floor(up_to)
-        for name, first, last in flight.spans:
+        for name, first, last in flight.spans[: self.max_depth]:
             first, last = self._floor(first), self._floor(last)
             if first < last <= end:
                 place = (flight.extra_key, tuple(prompt[:last]))
@@ -365,10 +394,13 @@ class TreeMachine(RuleBasedStateMachine):
         self.requests += not flight.is_counted
         flight.is_counted = True
         whole = end >= self._floor(len(prompt))
-        for name, first, _ in flight.spans[flight.counted_documents :]:
+        for name, first, last in flight.spans[flight.counted_documents :]:
             if not whole and self._floor(first) >= end:
                 break
             self.retrievals[DocumentKey(name, "", flight.extra_key)] += 1
+            if self.max_depth is None or flight.counted_documents < self.max_depth:
+                path = (flight.extra_key, tuple(prompt[:last]))
+                self.uses.setdefault(path, []).append(self.h.tree.tree_core.access_time)
             flight.counted_documents += 1
         counted = min(end, self._floor(len(prompt)))
         if counted > flight.inserted:
@@ -395,6 +427,14 @@ class TreeMachine(RuleBasedStateMachine):
         assert dict(tree.document_frequencies._counts) == dict(self.retrievals)
         state = orjson.loads(orjson.dumps(tree.report()))
         assert state["known_documents"] == len(self.retrievals)
+        if tree.settings.policy.uses_history:
+            # Whatever has left the tree in between.
+            histories = tree.histories._histories.values()
+            decayed = [
+                sum(2 ** ((time - times[-1]) / HALF_LIVES[-1]) for time in times)
+                for times in self.uses.values()
+            ]
+            assert sorted(h.counts[-1] for h in histories) == pytest.approx(sorted(decayed))
 
     def _check_tiers(self) -> None:
         tree = self.h.tree
@@ -437,7 +477,7 @@ class TreeMachine(RuleBasedStateMachine):
         row = self.h.rows.req_to_token[req.kv.req_pool_idx, :computed].long()
         self.h.check_kv(req.full_untruncated_fill_ids, row)
         published = req.kv.cache_inserted_len
-        for name, first, last in flight.spans:
+        for name, first, last in flight.spans[: self.max_depth]:
             first, last = self._floor(first), self._floor(last)
             if first < last <= published:
                 named = {(o.document.id, o.tokens) for o in bounds[last].occurrences}

@@ -101,35 +101,10 @@ def test_an_eager_copy_of_a_tail_waits_for_its_second_use():
         h.check()
 
 
-class Slow:
-    """Copies that are not done until somebody waits for them."""
-
-    def __init__(self, h, monkeypatch):
-        controller = h.tree.cache_controller
-        submit = controller.start_writing
-
-        def start_writing():
-            before = len(controller.ack_write_queue)
-            submit()
-            for index in range(before, len(controller.ack_write_queue)):
-                ack = controller.ack_write_queue[index]
-                controller.ack_write_queue[index] = ack._replace(finish_event=_Unfinished())
-
-        monkeypatch.setattr(controller, "start_writing", start_writing)
-
-
-class _Unfinished:
-    def query(self):
-        return False
-
-    def synchronize(self):
-        pass
-
-
-def test_eager_copies_in_flight_lock_a_quarter_of_the_device_at_most(monkeypatch):
+def test_eager_copies_in_flight_lock_a_quarter_of_the_device_at_most():
     config = {"swap_out": "eager"}
     with harness(device_tokens=400, host_tokens=800, policy_config=config) as h:
-        Slow(h, monkeypatch)
+        h.hold_copies()
         for name in "abcd":
             alone(h, name)
         assert h.tree.swap_out._tokens_in_flight() == 80
@@ -141,10 +116,10 @@ def test_eager_copies_in_flight_lock_a_quarter_of_the_device_at_most(monkeypatch
         h.check()
 
 
-def test_a_device_tier_of_two_prompts_does_not_starve_on_eager_copies(monkeypatch):
+def test_a_device_tier_of_two_prompts_does_not_starve_on_eager_copies():
     config = {"swap_out": "eager"}
     with harness(device_tokens=130, host_tokens=800, policy_config=config) as h:
-        Slow(h, monkeypatch)
+        h.hold_copies()
         for step in range(6):
             h.serve(*prompt(f"x{step}", f"y{step}"))
         assert h.tree.counters.requests == 6
