@@ -37,13 +37,16 @@ def save_plot(profile: Profile, path: str | Path) -> None:
             label = name if name == "cold" else f"{name} hit"
             axes.plot(*zip(*drawn, strict=True), marker="o", label=label)
     axes.set(
-        xscale="log",
         yscale="log",
         xlabel=f"prefix tokens, followed by {profile.rest_tokens} new ones",
         ylabel="prefill seconds",
         title=f"{Path(profile.conditions.model).name} on {profile.conditions.device}",
     )
+    lengths = [hit.cached_tokens for hit in profile.hits]
     axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, labels=[f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend()
     try:

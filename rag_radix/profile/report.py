@@ -37,7 +37,7 @@ def _costs(profile: Profile) -> str:
 def _hits(profile: Profile) -> str:
     lines = [
         f"seconds to prefill a prefix and {profile.rest_tokens} new tokens",
-        f"{'prefix':>8}{'cold':>10}{'device hit':>12}{'':>8}{'host hit':>12}{'':>8}",
+        f"{'prefix':>8}{'cold':>10}{'device hit':>12}{'':>8}{'host hit':>12}",
     ]
     for hit in profile.hits:
         lines.append(

@@ -9,6 +9,9 @@ import pytest
 from e2e.cpu_server import Server, running_server
 from e2e.exactness import MODEL, Prompt, ask, assert_intact, make_prompts, stats, stream
 
+from rag_radix.cli import main
+from rag_radix.cost_model import PrefillCostTable
+
 pytestmark = pytest.mark.server
 
 
@@ -99,3 +102,15 @@ def test_a_document_goes_to_host_once_and_comes_back_from_there(server, prompts)
     copied = swap["out_tokens"] - before["swap"]["out_tokens"]
     dropped = report["host"]["evicted_tokens"] - before["host"]["evicted_tokens"]
     assert copied == report["host"]["cached_tokens"] + dropped
+
+
+def test_a_profile_finds_its_prefixes_on_device_and_on_host(server, tmp_path):
+    output = tmp_path / "profile.json"
+    arguments = ["--url", server.url, "-o", str(output), "--max-tokens", "256", "--repeats", "1"]
+    assert main(["profile", *arguments]) == 0
+    profile = json.loads(output.read_text())
+    assert (profile["model"], profile["attention_backend"]) == (str(MODEL), "rag_prefix")
+    assert profile["hits"]["host_problem"] is None
+    assert all(profile["hits"]["host_s"])
+    assert PrefillCostTable.load(output).new_tokens[-1] == 256
+    assert assert_intact(server)["nodes"] == 0
