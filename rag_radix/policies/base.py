@@ -22,6 +22,7 @@ class Clock:
         largest_frequency: Most retrievals of one node or document so far.
         largest_tokens: Tokens of the largest node used so far.
         mixture: How much each half-life counts.
+        rescaled_at: When the frequency scale changes, or last changed.
     """
 
     now: int = 0
@@ -29,11 +30,27 @@ class Clock:
     largest_frequency: int = 1
     largest_tokens: int = 1
     mixture: HalfLifeMixture = field(default_factory=HalfLifeMixture)
+    rescaled_at: int = 0
+    _scale: int = 1
+    _next_scale: int = 1
+
+    @property
+    def notice(self) -> int:
+        """Retrievals, a sixteenth of all so far, by which a change of scale is announced."""
+        return max(1, self.now // 16)
+
+    def frequency_scale(self, time: int) -> int:
+        """The largest frequency by which others are measured at `time`, at most `notice` from
+        now. A larger one replaces it with notice, so that ranks can be given until then."""
+        return self._scale if time < self.rescaled_at else self._next_scale
 
     def observe(self, statistics: NodeStatistics) -> None:
         """Take account of a node's statistics before it is ranked."""
         self.largest_frequency = max(self.largest_frequency, statistics.uses)
         self.largest_tokens = max(self.largest_tokens, statistics.tokens)
+        if self.rescaled_at <= self.now and self._next_scale < self.largest_frequency:
+            self._scale, self._next_scale = self._next_scale, self.largest_frequency
+            self.rescaled_at = self.now + self.notice
 
 
 class Rank(NamedTuple):
