@@ -7,11 +7,27 @@ from dataclasses import fields
 from typing import Any
 
 from rag_radix.errors import ConfigError
+from rag_radix.policies.adaptive import Adaptive
 from rag_radix.policies.base import ReplacementPolicy
+from rag_radix.policies.gdsf import Gdsf
+from rag_radix.policies.lfu import Lfu
 from rag_radix.policies.lru import Lru
 from rag_radix.policies.pgdsf import Pgdsf
+from rag_radix.policies.s3_fifo import S3Fifo
+from rag_radix.policies.slru import Slru
+from rag_radix.policies.w_tinylfu import WTinyLfu
 
-POLICIES: dict[str, type[ReplacementPolicy]] = {policy.name: policy for policy in (Pgdsf, Lru)}
+_POLICIES: tuple[type[ReplacementPolicy], ...] = (
+    Adaptive,
+    Gdsf,
+    Lfu,
+    Lru,
+    Pgdsf,
+    S3Fifo,
+    Slru,
+    WTinyLfu,
+)
+POLICIES = {policy.name: policy for policy in _POLICIES}
 DEFAULT_POLICY = Pgdsf.name
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "ReplacementPolicy", "make_policy"]
