@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rag_radix.cost_model import PrefillCostTable
 from rag_radix.errors import ConfigError
@@ -72,6 +73,12 @@ class ReplayRequest:
         return self.finished_reason is not None
 
 
+class _Arrival(NamedTuple):
+    request: TraceRequest
+    prompt: ReplayPrompt
+    req: Any
+
+
 class Replayer:
     """Serves requests one after the other: match, load back, evict, "compute", publish, release.
 
@@ -96,12 +103,33 @@ class Replayer:
         self._prompts = PromptTokens(granularity)
         self._row = tree.req_to_token_pool.req_to_token[_ROW]
         self._allocator = tree.token_to_kv_pool_allocator
-        self._served = 0
+        self._arrived = 0
+        self._waiting: deque[_Arrival] = deque()
         self._finish_length, self._kv_info = FINISH_LENGTH, ReqKvInfo
         self._load_back_params, self._match_params = InitLoadBackParams, MatchPrefixParams
         self._evict, self._key = evict_from_tree_cache, RadixKey
         if tree.cache_controller is not None:
             tree.load_back_threshold = -(-_LOAD_BACK_THRESHOLD_TOKENS // granularity)
+        # Where our tree sees the scheduler's queue; SGLang's own doesn't look.
+        tree.waiting = lambda: (arrival.req for arrival in self._waiting)
+
+    def run(self, requests: Iterable[TraceRequest], queue: int = 0) -> Iterator[Outcome]:
+        """Serve `requests` in order; an outcome for each.
+
+        Args:
+            requests: The trace.
+            queue: How many of the requests that come next are in the waiting queue while one
+                is served, for policies that look there.
+
+        Raises:
+            ConfigError: The device tier is too small for a request.
+        """
+        for request in requests:
+            self._waiting.append(self._arrive(request))
+            if len(self._waiting) > queue:
+                yield self._serve(self._waiting.popleft())
+        while self._waiting:
+            yield self._serve(self._waiting.popleft())
 
     def serve(self, request: TraceRequest) -> Outcome:
         """One request from match to release.
@@ -109,10 +137,17 @@ class Replayer:
         Raises:
             ConfigError: The device tier is too small for it.
         """
-        swapped_out = self._swapped_out_slots()
+        return self._serve(self._arrive(request))
+
+    def _arrive(self, request: TraceRequest) -> _Arrival:
         prompt = self._prompts.prompt(request)
-        self._served += 1
-        req = self._request(f"{self._served:09d}", prompt, request.namespace)
+        self._arrived += 1
+        req = self._request(f"{self._arrived:09d}", prompt, request.namespace)
+        return _Arrival(request, prompt, req)
+
+    def _serve(self, arrival: _Arrival) -> Outcome:
+        request, prompt, req = arrival
+        swapped_out = self._swapped_out_slots()
         device_hit, host_hit = self._admit(req, prompt)
         self._extend(req, (device_hit + host_hit) * self.granularity, request.prompt_tokens)
         self.tree.checkpoint(req, up_to=prompt.prompt_slots)

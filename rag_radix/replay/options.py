@@ -59,6 +59,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--page-size", type=_positive, default=16, metavar="P", help="of the server, tokens (16)"
     )
     parser.add_argument(
+        "--queue",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="requests that wait while one is served, which some policies look at (0)",
+    )
+    parser.add_argument(
         "--cost-table",
         type=Path,
         metavar="FILE",

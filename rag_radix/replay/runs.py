@@ -29,6 +29,7 @@ class ReplayServer:
         kv_bytes_per_token: Bytes of KV of one token.
         pcie_bytes_per_s: Rate at which KV is loaded back.
         cost: Prefill cost.
+        queue: Requests that wait while one is served.
     """
 
     device_tokens: int
@@ -38,6 +39,7 @@ class ReplayServer:
     kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
     pcie_bytes_per_s: float = PCIE_BYTES_PER_S
     cost: PrefillCostTable = field(default_factory=a10g_mistral_cost_table)
+    queue: int = 0
 
     @property
     def load_s_per_token(self) -> float:
@@ -133,10 +135,10 @@ def replay(
         page_size=server.page_size,
         granularity=server.granularity,
     ) as replayer:
-        for index, request in enumerate(requests):
-            if index == warm_up:
+        for outcome in replayer.run(requests, server.queue):
+            outcomes.append(outcome)
+            if len(outcomes) == warm_up:
                 started = time.perf_counter()
-            outcomes.append(replayer.serve(request))
             on_request()
     replay_s = time.perf_counter() - started
     return _totals(requests[warm_up:], outcomes[warm_up:], server, replay_s)

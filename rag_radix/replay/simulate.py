@@ -165,6 +165,7 @@ def _run(options: argparse.Namespace) -> None:
         page_size=options.page_size,
         kv_bytes_per_token=options.kv_bytes_per_token,
         cost=cost_of(options),
+        queue=options.queue,
     )
     seeds = [options.seed]
     if options.seeds and options.workload:
