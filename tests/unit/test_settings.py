@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import orjson
+
+from rag_radix.policies import make_policy
+from rag_radix.settings import parse_settings
+
+from .test_cost_model import TABLE
+
+
+def test_settings_take_the_cost_table_out_of_the_policy_config(tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_bytes(
+        orjson.dumps({"cached_tokens": [0, 1], "new_tokens": [1, 2], "seconds": [[1, 2], [3, 4]]})
+    )
+    settings = parse_settings(
+        "pgdsf", {"frequency": "node", "cost_table": str(path)}, lambda: TABLE
+    )
+    assert settings.policy == make_policy("pgdsf", {"frequency": "node"})
+    assert settings.prefill_cost(1, 2) == 4
+    assert settings.cost_source == str(path)
+    default = parse_settings("lru", None, lambda: TABLE)
+    assert default.prefill_cost is TABLE
+    assert default.cost_source == "the model's shape"
