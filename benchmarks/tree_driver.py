@@ -1,0 +1,425 @@
+"""A radix cache over pools without KV, driven as SGLang's scheduler drives it, with a clock."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rag_radix.backend import build_tree
+from rag_radix.sglang_compat import create_unified_radix_cache
+
+KNOWLEDGE = "knowledge"
+STOCK_CORES = {"stock-python": "python", "stock-rust": "rust"}
+# Length of a document of the population.
+SMALL_TOKENS = 64
+# Above what any document of a measured request reaches.
+_POPULAR = 1 << 30
+_PHASES = {
+    "match": "match_prefix",
+    "load_back": "init_load_back",
+    "evict": "evict_for_alloc",
+    "host_evict": "evict_host",
+    "insert": "insert",
+    "lock": "inc_lock_ref",
+    "unlock": "dec_lock_ref",
+}
+_KNOWLEDGE_PHASES = {"split_and_name": "_cut_and_name", "statistics": "_count"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What one request asks for.
+
+    Attributes:
+        tokens: Its prompt.
+        spans: Half-open token spans of its documents.
+        names: Their ids.
+        output: The tokens it generates.
+    """
+
+    tokens: array[int]
+    spans: tuple[tuple[int, int], ...]
+    names: tuple[str, ...]
+    output: array[int]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one request found and cost.
+
+    Attributes:
+        wall_s: Time inside the tree.
+        cpu_s: CPU time of it.
+        device_hit_tokens: Found on the device.
+        host_hit_tokens: Loaded back from host.
+    """
+
+    wall_s: float
+    cpu_s: float
+    device_hit_tokens: int
+    host_hit_tokens: int
+
+
+class _NoCopies:
+    """SGLang's transfer engine without transfers: each copy is done when it is submitted."""
+
+    def __init__(self) -> None:
+        self.device_to_host_stream = torch.cpu.Stream()
+        self.host_to_device_stream = torch.cpu.Stream()
+
+    @staticmethod
+    def _completion() -> Any:
+        from sglang.srt.mem_cache.l2_transfer import TransferCompletion, make_timing_event_pair
+
+        start, finish, timed = make_timing_event_pair()
+        return TransferCompletion(start, finish, timed)
+
+    def submit_device_to_host(self, transfers: Sequence[Any]) -> Any:
+        return self._completion()
+
+    def submit_host_to_device(self, transfers: Sequence[Any], **_: Any) -> Any:
+        return self._completion()
+
+
+@contextmanager
+def server_arguments(device_tokens: int, host_tokens: int) -> Iterator[Any]:
+    """SGLang's arguments for trees over a host tier; trees may be used inside only."""
+    from sglang.srt.runtime_context import get_context
+
+    from rag_radix.cpu_platform import install_host_tier_shims
+
+    install_host_tier_shims()
+    with get_context().override_server_args(
+        page_size=1,
+        enable_hierarchical_cache=True,
+        hicache_ratio=host_tokens / device_tokens,
+        hicache_write_policy="write_back",
+        hicache_io_backend="direct",
+        hicache_mem_layout="layer_first",
+        hicache_host_memory_fraction=None,
+    ) as arguments:
+        yield arguments
+
+
+class TreeDriver:
+    """One tree with pools of its own.
+
+    The pools hand out slots of a KV cache of one number a token, and nothing is ever copied.
+
+    Attributes:
+        name: `KNOWLEDGE` or one of `STOCK_CORES`.
+        tree: SGLang's cache, or ours.
+    """
+
+    def __init__(
+        self, name: str, arguments: Any, device_tokens: int, policy: str, config: dict[str, Any]
+    ) -> None:
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+        self.name = name
+        self.rows = ReqToTokenPool(4, device_tokens, "cpu", False)
+        kv = MHATokenToKVPool(
+            device_tokens,
+            1,
+            torch.float16,
+            1,
+            1,
+            1,
+            "cpu",
+            enable_memory_saver=False,
+            enable_alt_stream=False,
+        )
+        self.allocator = TokenToKVPoolAllocator(device_tokens, torch.float16, "cpu", kv, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+            tree_core_backend=STOCK_CORES.get(name),
+        )
+        context = TreeCacheBuildContext(
+            server_args=arguments,
+            params=params,
+            is_hybrid_swa=False,
+            is_hybrid_ssm=False,
+            enable_hierarchical_cache=True,
+            disable_radix_cache=False,
+            tp_worker=SimpleNamespace(register_hicache_layer_transfer_counter=lambda counter: None),
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(
+                    num_hidden_layers=30, hidden_size=576, intermediate_size=1536
+                ),
+                context_len=16384,
+            ),
+            tp_size=1,
+            tp_rank=0,
+            tp_group=None,
+        )
+        if name == KNOWLEDGE:
+            self.tree: Any = build_tree(context, policy, config)
+        else:
+            self.tree = create_unified_radix_cache(context)
+            core = type(self.tree.tree_core).__name__
+            if ("Rust" in core) != (STOCK_CORES[name] == "rust"):
+                raise RuntimeError(f"{name} runs on {core}")
+        controller = self.tree.cache_controller
+        controller.l2_transfer_engine = _NoCopies()
+        # The order in which rows are copied is part of copying.
+        controller._move_op_indices = controller._move_write_operation = lambda op: (
+            op.host_indices,
+            op.device_indices,
+            op.pool_transfers,
+        )
+        self._rids = (f"{name}-{number}" for number in itertools.count())
+
+    @property
+    def host_available_tokens(self) -> int:
+        available: int = self.tree.cache_controller.mem_pool_host.available_size()
+        return available
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the tree but the root; -1 where the core doesn't tell."""
+        arena = getattr(self.tree.tree_core, "_node_arena", None)
+        return len(arena) - 1 if arena is not None else -1
+
+    # Population
+
+    def populate(self, prompts: Sequence[Prompt]) -> None:
+        """Insert prompts that fit the device tier together, and swap them out to host."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+        from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+
+        for prompt in prompts:
+            req = self._request(prompt)
+            self._admit(req)
+            self._extend(req)
+            checkpoint_kv_cache(req, self.tree)
+            release_kv_cache(req, self.tree, checkpoint=False)
+        self.tree.evict(EvictParams(num_tokens=self.allocator.size))
+
+    def keep(self, prompts: Sequence[Prompt]) -> None:
+        """Make the documents of `prompts` the last that the tree would evict."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        for prompt in prompts:
+            found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt.tokens)))
+            if self.name == KNOWLEDGE:
+                node = self.tree.tree_core.node_by_id(found.best_match_node)
+                node.statistics.frequency = node.statistics.last_access = _POPULAR
+                self.tree.tree_core.rank(node)
+
+    # A measured request
+
+    def serve(self, prompt: Prompt) -> Served:
+        """Run one request, without a model, as the scheduler would."""
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+        from sglang.srt.mem_cache.common import (
+            checkpoint_kv_cache,
+            evict_from_tree_cache,
+            release_kv_cache,
+        )
+
+        tree, clock = self.tree, _Clock()
+        req = self._request(prompt)
+        with clock:
+            self._admit(req)
+            row = tree.prefix_device_indices(req)
+            evict_from_tree_cache(tree, len(prompt.tokens) - req.prefix_len)
+        self._extend(req, row)
+        with clock:
+            tree.check_hicache_events()
+            checkpoint_kv_cache(req, tree)
+            evict_from_tree_cache(tree, len(prompt.output))
+        self._decode(req, prompt.output)
+        req.finished_reason = FINISH_LENGTH(len(prompt.output))
+        req.finished_len = len(prompt.output)
+        with clock:
+            release_kv_cache(req, tree, checkpoint=True)
+        return Served(clock.wall_s, clock.cpu_s, req.cached_tokens_device, req.cached_tokens_host)
+
+    def _request(self, prompt: Prompt) -> Any:
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        documents = [
+            {"id": name, "version": "", "start": start, "end": end}
+            for name, (start, end) in zip(prompt.names, prompt.spans, strict=True)
+        ]
+        rag = {"documents": documents, "unit": "token", "speculative": False, "strict": False}
+        params = SamplingParams(max_new_tokens=len(prompt.output), custom_params={"rag": rag})
+        return Req(next(self._rids), "", prompt.tokens, params, vocab_size=1 << 62)
+
+    def _admit(self, req: Any) -> None:
+        """Match, load back what is on host, lock."""
+        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+        req.init_next_round_input(self.tree)
+        if req.needs_host_load_back():
+            req.host_loaded_length, req.last_node = self.tree.init_load_back(
+                InitLoadBackParams(
+                    best_match_node=req.best_match_node,
+                    host_hit_length=req.host_hit_length,
+                    req=req,
+                )
+            )
+            req.prefix_len += req.host_loaded_length
+            req.kv.cache_protected_len = req.prefix_len
+        req.lock = self.tree.lock(req.last_node)
+
+    def _extend(self, req: Any, row: torch.Tensor | None = None) -> None:
+        """Allocate the prompt's slots, as a prefill does."""
+        self.tree.ready_to_load_host_cache()
+        self.rows.alloc([req])
+        if row is not None:
+            self.rows.write((req.kv.req_pool_idx, slice(0, len(row))), row.to(torch.int32))
+        host = req.materialized_host_hit_len()
+        req.cached_tokens_device, req.cached_tokens_host = req.prefix_len - host, host
+        req._cache_breakdown_computed = True
+        self._allocate(req, req.prefix_len, len(req.origin_input_ids))
+        req.extend_end = len(req.origin_input_ids)
+
+    def _decode(self, req: Any, output: array[int]) -> None:
+        # The last token has no KV.
+        req.output_ids.extend(output)
+        start = len(req.origin_input_ids)
+        self._allocate(req, start, start + len(output) - 1)
+
+    def _allocate(self, req: Any, start: int, end: int) -> None:
+        slots = self.allocator.alloc(end - start)
+        if slots is None:
+            raise RuntimeError(f"{self.name}: the device tier has no {end - start} slots left")
+        self.rows.write((req.kv.req_pool_idx, slice(start, end)), slots.to(torch.int32))
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+
+    @contextmanager
+    def phases(self) -> Iterator[dict[str, list[float]]]:
+        """Collect the CPU seconds of each call of the tree's phases, the time of nested phases
+        not included. The clocks slow the tree down: take totals elsewhere."""
+        names = _PHASES | (_KNOWLEDGE_PHASES if self.name == KNOWLEDGE else {})
+        seconds: dict[str, list[float]] = {phase: [] for phase in names}
+        nested = [0.0]
+        for phase, method in names.items():
+            setattr(self.tree, method, _timed(getattr(self.tree, method), seconds[phase], nested))
+        try:
+            yield seconds
+        finally:
+            for method in names.values():
+                delattr(self.tree, method)
+
+
+class _Clock:
+    """Adds up the time of the blocks it guards."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+    def __enter__(self) -> None:
+        self._cpu, self._wall = time.thread_time(), time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.wall_s += time.perf_counter() - self._wall
+        self.cpu_s += time.thread_time() - self._cpu
+
+
+def _timed(
+    method: Callable[..., Any], seconds: list[float], nested: list[float]
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nested.append(0.0)
+        start = time.thread_time()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            elapsed = time.thread_time() - start
+            seconds.append(elapsed - nested.pop())
+            nested[-1] += elapsed
+
+    return call
+
+
+class Workload:
+    """Seeded prompts; every tree is given the same ones.
+
+    A population prompt is one short document behind the template. A measured prompt is the
+    template, `documents` documents of about `document_tokens` and a question; its leading
+    documents are those of one of the last `window` prompts, none to all but one of them, so
+    that it finds some on the device, some on host, and brings the rest.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        documents: int = 5,
+        document_tokens: int = 1600,
+        window: int = 30,
+        template_tokens: int = 32,
+        question_tokens: int = 64,
+        output_tokens: int = 32,
+    ) -> None:
+        self._numbers = np.random.default_rng(seed)
+        self._documents = documents
+        self._document_tokens = document_tokens
+        self._window = window
+        self._question_tokens = question_tokens
+        self._output_tokens = output_tokens
+        self._template = self._tokens(template_tokens)
+        self._names = itertools.count()
+        self._recent: list[list[tuple[str, array[int]]]] = []
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Most tokens of a measured request, output included."""
+        return (
+            len(self._template)
+            + self._documents * self._document_tokens * 5 // 4
+            + self._question_tokens
+            + self._output_tokens
+        )
+
+    def population(self, documents: int) -> list[Prompt]:
+        return [self._prompt([self._document(SMALL_TOKENS)], 1) for _ in range(documents)]
+
+    def request(self) -> Prompt:
+        documents = []
+        if self._recent:
+            earlier = self._recent[self._numbers.integers(len(self._recent))]
+            documents = earlier[: self._numbers.integers(self._documents)]
+        spread = self._document_tokens // 4
+        while len(documents) < self._documents:
+            tokens = self._document_tokens + int(self._numbers.integers(-spread, spread + 1))
+            documents = [*documents, self._document(tokens)]
+        self._recent = [*self._recent, documents][-self._window :]
+        return self._prompt(documents, self._output_tokens)
+
+    def _document(self, tokens: int) -> tuple[str, array[int]]:
+        return f"document-{next(self._names)}", self._tokens(tokens)
+
+    def _prompt(self, documents: Sequence[tuple[str, array[int]]], output_tokens: int) -> Prompt:
+        tokens, spans = self._template[:], []
+        for _, text in documents:
+            spans.append((len(tokens), len(tokens) + len(text)))
+            tokens += text
+        if output_tokens > 1:
+            tokens += self._tokens(self._question_tokens)
+        names = tuple(name for name, _ in documents)
+        return Prompt(tokens, tuple(spans), names, self._tokens(output_tokens))
+
+    def _tokens(self, count: int) -> array[int]:
+        tokens = array("q")
+        tokens.frombytes(self._numbers.integers(0, 1 << 40, count, dtype=np.int64).tobytes())
+        return tokens
