@@ -55,6 +55,12 @@ class KnowledgeComponent(FullComponent):
         for tier in self.tiers:
             tier.reset(now)
 
+    def redistribute_on_node_split(self, new_parent: Any, child: Any) -> None:
+        super().redistribute_on_node_split(new_parent, child)
+        # The upper half takes the place of `child` below their parent.
+        new_parent.on_device = child.on_device
+        new_parent.device_children = int(child.on_device)
+
     # SGLang's device walk: start, then one node a step, then end.
 
     def _evict_device_start(self, request_cnt: int) -> None:

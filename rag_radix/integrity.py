@@ -82,6 +82,11 @@ def _check_node(tree: KnowledgeTree, node: DocumentNode) -> None:
         for occurrence in node.occurrences:
             assert occurrence.tokens in chains, f"node {node.id}: {occurrence} begins inside a node"
     assert statistics.tokens == len(node.key), f"node {node.id}: tokens in its statistics"
+    on_device = node.component_data[ComponentType.FULL].value is not None
+    below = sum(child.on_device for child in node.children.values())
+    assert (node.on_device, node.device_children) == (on_device, below), (
+        f"node {node.id}: {node.device_children} children counted on the device, {below} are"
+    )
     core, component = tree.tree_core, tree.component
     for tier, is_candidate in (
         (component.device, node in core.evictable_device_leaves),

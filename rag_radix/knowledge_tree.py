@@ -96,8 +96,11 @@ class KnowledgeTree(UnifiedRadixCache):
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert what `req` has computed so far, then cut, name and count its path."""
         started = time_counter()
-        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         retrieval = Retrieval.of(req, self.settings.max_depth)
+        locked = req.lock is not None and req.lock.node == req.last_node
+        above = self.tree_core.node_by_id(req.last_node) if locked else None
+        with self.tree_core.inserting(self._cuts(retrieval), above):
+            super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         path = self._cut_and_name(retrieval, self.tree_core.path_to(req.last_node), req)
         self._mark_matched(path, retrieval.inserted_end, started)
         retrieval.inserted_end = max(retrieval.inserted_end, path[-1][1] if path else 0)
@@ -105,6 +108,13 @@ class KnowledgeTree(UnifiedRadixCache):
             self._count(retrieval, path, req)
         if self.is_write_back and self.settings.swap_out == "eager":
             self.swap_out.copy_ahead([node for node, _ in path])
+
+    def _cuts(self, retrieval: Retrieval) -> list[int]:
+        """Where a prompt is cut: at its documents' boundaries and at its end."""
+        positions = {retrieval.prompt_tokens}
+        for span in retrieval.kept_documents:
+            positions |= {span.start, span.end}
+        return sorted({self._page_floor(position) for position in positions})
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)

@@ -7,6 +7,7 @@ import inspect
 from importlib.metadata import version
 from typing import Any
 
+from sglang.srt.mem_cache.base_prefix_cache import InsertResult
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV, FreeComponentDeviceSlot
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, FullComponent
@@ -14,7 +15,14 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
     register_tree_core_backend,
     registered_tree_core_backends,
 )
-from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore, UnifiedTreeNode
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
+    UnifiedTreeCore,
+    UnifiedTreeNode,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import _InsertPhase as InsertPhase
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
+    _InsertWalkState as InsertWalkState,
+)
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -27,6 +35,9 @@ __all__ = [
     "DriveHostEvictionResult",
     "FreeComponentDeviceSlot",
     "FullComponent",
+    "InsertPhase",
+    "InsertResult",
+    "InsertWalkState",
     "UnifiedRadixCache",
     "UnifiedTreeCore",
     "UnifiedTreeNode",
@@ -104,7 +115,11 @@ _SURFACE: dict[str, tuple[str, ...]] = {
                 "host_frees",
                 "cache_actions",
             ),
+            "_is_device_leaf": ("self", "node"),
             "_is_host_leaf": ("self", "node"),
+            "_remove_leaf_from_parent": ("self", "node"),
+            "begin_insert": ("self", "params"),
+            "_advance_insert": ("self",),
             "demote": ("self", "node_id"),
             "finish_write_through": ("self", "node_ids", "ack_id"),
             "_evict_host_leaf": (
@@ -136,6 +151,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
                 "cache_actions",
             ),
             "_evict_device_end": ("self",),
+            "redistribute_on_node_split": ("self", "new_parent", "child"),
             "drive_host_eviction": (
                 "self",
                 "num_tokens",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rag_radix.component import KnowledgeComponent
@@ -9,12 +12,16 @@ from rag_radix.policies.base import Rank
 from rag_radix.sglang_compat import (
     ComponentType,
     DriveHostEvictionResult,
+    InsertPhase,
+    InsertResult,
+    InsertWalkState,
     UnifiedTreeCore,
     UnifiedTreeNode,
 )
 from rag_radix.statistics import DocumentKey, NodeStatistics
 from rag_radix.tiers import TierName
 
+_FULL = ComponentType.FULL
 _UNRANKED = Rank(0.0, 0.0)
 
 
@@ -42,6 +49,8 @@ class DocumentNode(UnifiedTreeNode):
         host_reclaims: Times its host copy was given up while it was on the device.
         ranks: By `TierName`.
         offered: By `TierName`, the floor of the tier's live heap entry, if any.
+        on_device: Whether it counts among its parent's `device_children`.
+        device_children: Children whose KV is on the device.
     """
 
     def __init__(self, tree_components: Any, priority: int = 0) -> None:
@@ -54,6 +63,8 @@ class DocumentNode(UnifiedTreeNode):
         self.host_reclaims = 0
         self.ranks = [_UNRANKED] * len(TierName)
         self.offered: list[float | None] = [None] * len(TierName)
+        self.on_device = False
+        self.device_children = 0
 
 
 class KnowledgeTreeCore(UnifiedTreeCore):
@@ -74,6 +85,9 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         self.swapped_out_tokens = 0
         self.loaded_back_tokens = 0
         self.splits = 0
+        self._cuts: Sequence[int] = ()
+        self._above: DocumentNode | None = None
+        self._above_tokens = 0
         super().__init__(params, components)
 
     def reset(self) -> None:
@@ -116,14 +130,6 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         """Whether the host copy of `node` can be given up because the device has its KV."""
         return self._can_reclaim_full_host_duplicate(node) and self.is_registered(node)
 
-    def is_host_leaf_without(self, node: DocumentNode, chosen: set[int]) -> bool:
-        """Whether `node` is a host leaf once the nodes with ids in `chosen` are gone."""
-        if node is self.root_node or not node.evicted or not node.backuped:
-            return False
-        data = node.component_data[ComponentType.FULL]
-        free = data.lock_ref == data.host_lock_ref == 0 and node.write_through_pending_id is None
-        return free and all(child.id in chosen for child in node.children.values())
-
     def rank(self, node: DocumentNode) -> None:
         """Rank `node` by its present statistics and clocks, in every tier."""
         for tier in self._component.tiers:
@@ -147,11 +153,55 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         self._register_node(node)
         return node
 
-    def _add_new_node(self, parent: Any, key: Any, *args: Any, **kwargs: Any) -> DocumentNode:
-        node: DocumentNode = super()._add_new_node(parent, key, *args, **kwargs)
-        node.statistics.tokens = len(key)
-        self.rank(node)
-        return node
+    # Inserting
+
+    @contextmanager
+    def inserting(self, cuts: Sequence[int], above: DocumentNode | None) -> Iterator[None]:
+        """Within, inserts are a request's: what is new is cut at `cuts`, ascending prompt
+        positions, and its walk begins below `above`, a node of its locked prefix."""
+        self._cuts, self._above = cuts, above
+        if above is not None:
+            self._above_tokens = sum(len(node.key) for node in self.path_to(above.id))
+        try:
+            yield
+        finally:
+            self._cuts, self._above = (), None
+
+    def begin_insert(self, params: Any) -> Any:
+        """SGLang's, but the walk need not begin at the root: matching 8k tokens once more,
+        three times a request, costs more than all else."""
+        start = self._above_tokens
+        if (
+            self._above is None
+            or not 0 < start <= len(params.key)
+            or params.rotation_base is not None
+        ):
+            return super().begin_insert(params)
+        self._ongoing_insert_walk_state = InsertWalkState(
+            phase=InsertPhase.WALK,
+            node=self._above,
+            key=params.key[start:],
+            value=params.value[start:],
+            params=params,
+            priority=params.priority or 0,
+            result=InsertResult(prefix_len=0),
+            total_prefix_length=start,
+        )
+        return self._advance_insert()
+
+    def _add_new_node(
+        self, parent: DocumentNode, key: Any, value: Any, *args: Any, **kwargs: Any
+    ) -> DocumentNode:
+        """SGLang's, but a chain of nodes when `key` is to be cut."""
+        start = self._ongoing_insert_walk_state.total_prefix_length
+        inner = [cut - start for cut in self._cuts if 0 < cut - start < len(key)]
+        for first, last in pairwise((0, *inner, len(key))):
+            parent = super()._add_new_node(
+                parent, key[first:last], value[first:last], *args, **kwargs
+            )
+            parent.statistics.tokens = last - first
+            self.rank(parent)
+        return parent
 
     def _split_node(self, key: Any, child: DocumentNode, split_len: int) -> tuple[Any, Any]:
         """Both halves were used alike, so both keep all statistics; the lower half keeps the
@@ -170,13 +220,46 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         self.splits += 1
         return upper, action
 
+    # Leaves. SGLang looks at every child to tell a device leaf, on every unlock, and a prompt
+    # template has one for each document it was ever filled with: children are counted here.
+
     def _update_evictable_leaf_sets(self, node: DocumentNode) -> None:
+        on_device = node.component_data[_FULL].value is not None
+        if on_device != node.on_device and node is not self.root_node:
+            node.on_device = on_device
+            node.parent.device_children += 1 if on_device else -1
         super()._update_evictable_leaf_sets(node)
         self._offer(node)
 
+    def _remove_leaf_from_parent(self, node: DocumentNode) -> None:
+        super()._remove_leaf_from_parent(node)
+        node.parent.device_children -= node.on_device
+        node.on_device = False
+
+    def _is_device_leaf(self, node: DocumentNode) -> bool:
+        data = node.component_data[_FULL]
+        return (
+            data.value is not None
+            and data.lock_ref == 0
+            and node.device_children == 0
+            and node is not self.root_node
+        )
+
     def _is_host_leaf(self, node: DocumentNode) -> bool:
-        # A victim leaves the device tier before its copy is done, and then waits for it.
-        return node.write_through_pending_id is None and super()._is_host_leaf(node)
+        return not node.children and self.is_host_leaf_without(node, ())
+
+    def is_host_leaf_without(self, node: DocumentNode, chosen: Container[int]) -> bool:
+        """Whether `node` is a host leaf once the nodes with ids in `chosen` are gone."""
+        data = node.component_data[_FULL]
+        return (
+            data.value is None
+            and data.host_value is not None
+            and data.lock_ref == data.host_lock_ref == 0
+            # A victim leaves the device tier before its copy is done, and then waits for it.
+            and node.write_through_pending_id is None
+            and node is not self.root_node
+            and all(child.id in chosen for child in node.children.values())
+        )
 
     def finish_write_through(self, node_ids: list[int], ack_id: int) -> None:
         super().finish_write_through(node_ids, ack_id)

@@ -70,6 +70,8 @@ def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
         "ranks",
         "host_reclaims",
         "offered",
+        "on_device",
+        "device_children",
     }
     assert ours.isdisjoint(base)
     assert ours | base == set(vars(DocumentNode((), 0)))
@@ -90,3 +92,10 @@ def test_a_copy_in_flight_says_what_it_locks() -> None:
     from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough
 
     assert {"lock_params", "publish_node_ids"} <= set(_OngoingWriteThrough._fields)
+
+
+def test_an_insert_walk_has_the_fields_that_ours_begins_with():
+    assert sglang_compat.InsertPhase.WALK is not None
+    fields = set(sglang_compat.InsertWalkState.__struct_fields__)
+    assert {"phase", "node", "key", "value", "params", "priority", "result"} <= fields
+    assert "total_prefix_length" in fields
