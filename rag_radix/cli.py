@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rag_radix_frontend.cli import add_index_commands
 
     from rag_radix.profile.command import add_profile_command
+    from rag_radix.replay.plan import add_plan_command
     from rag_radix.replay.simulate import add_simulate_command
 
     parser = argparse.ArgumentParser(
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_index_commands(commands)
     add_profile_command(commands)
     add_simulate_command(commands)
+    add_plan_command(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rag_radix.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rag_radix.replay.plan import PlanCell
+    from rag_radix.replay.runs import ReplayServer
     from rag_radix.replay.simulate import PolicyResult
+    from rag_radix.replay.skew import Skew
 
 
 def check_plottable(path: Path) -> None:
@@ -62,3 +66,44 @@ def _figure(rows: int, columns: int, *, width: float, height: float) -> tuple[An
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns)
+
+
+def plot_plan(
+    cells: Sequence[PlanCell], knee: PlanCell, skew: Skew, server: ReplayServer, path: Path
+) -> None:
+    """Hit rate and saved prefill time over host memory, a line for each GPU size, and the
+    trace's skew."""
+    figure, (rates, savings, shares) = _figure(1, 3, width=15, height=4.5)
+    gib = server.kv_bytes_per_token / 2**30
+    for device_tokens in sorted({cell.device_tokens for cell in cells}):
+        row = [cell for cell in cells if cell.device_tokens == device_tokens]
+        host = [cell.host_tokens * gib for cell in row]
+        label = f"GPU {device_tokens:,} tokens"
+        rates.plot(host, [100 * cell.token_hit_rate for cell in row], marker="o", label=label)
+        savings.plot(host, [100 * cell.saved_share for cell in row], marker="o", label=label)
+    savings.plot(knee.host_tokens * gib, 100 * knee.saved_share, "k*", markersize=15, label="knee")
+    rates.plot(knee.host_tokens * gib, 100 * knee.token_hit_rate, "k*", markersize=15)
+    sizes = sorted({cell.host_tokens * gib for cell in cells} - {0})
+    for axis, title in ((rates, "token hit rate, %"), (savings, "prefill time saved, %")):
+        axis.set_title(title)
+        axis.set_xlabel("host memory, GiB")
+        axis.set_ylim(bottom=0)
+        axis.minorticks_off()
+        if len(sizes) > 1:
+            # Sizes are tried in steps by a factor; 0 has no place on a logarithm's axis.
+            axis.set_xscale("symlog", linthresh=sizes[0])
+        axis.set_xticks([0, *sizes], [f"{size:,.3g}" for size in (0, *sizes)])
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.3)
+    savings.legend()
+    parts, retrievals = skew.curve()
+    shares.plot([100 * part for part in parts], [100 * share for share in retrievals])
+    for part in (0.03, 0.10, 0.20):
+        share = 100 * skew.share_of_top(part)
+        shares.plot(100 * part, share, "ko")
+        shares.annotate(f"top {part:.0%}: {share:.0f}%", (100 * part + 2, share - 3))
+    shares.set_title("skew: retrievals by documents, %")
+    shares.set_xlabel("documents, most retrieved first, %")
+    shares.set_ylim(0, 102)
+    shares.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
