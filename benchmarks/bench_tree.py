@@ -62,8 +62,6 @@ MEDIAN_TARGET_MS, P99_TARGET_MS = 0.5, 1.0
 DEVICE_TOKENS = 65_536
 # Host slots for the documents of measured prompts, besides those of the population.
 HOST_TOKENS = 327_680
-# So many population documents fit the device tier.
-POPULATED_AT_ONCE = 500
 # Enough for the measured prompts to fill both tiers, in parts after which the population is
 # touched again.
 WARM_UP_ROUNDS, WARM_UP_REQUESTS = 6, 15
@@ -132,8 +130,7 @@ def _measure(nodes: int, options: argparse.Namespace) -> dict[str, Any]:
 def _populate(driver: TreeDriver, population: Sequence[Prompt]) -> int:
     """Insert the population; return by how many bytes the process has grown."""
     before = _resident_bytes()
-    for start in range(0, len(population), POPULATED_AT_ONCE):
-        driver.populate(population[start : start + POPULATED_AT_ONCE])
+    driver.populate(population)
     _progress(f"{driver.name}: {len(population):,} documents")
     return _resident_bytes() - before
 

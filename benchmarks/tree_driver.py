@@ -21,8 +21,8 @@ KNOWLEDGE = "knowledge"
 STOCK_CORES = {"stock-python": "python", "stock-rust": "rust"}
 # Length of a document of the population.
 SMALL_TOKENS = 64
-# Above what any document of a measured request reaches.
-_POPULAR = 1 << 30
+# Above what any document of a measured prompt reaches.
+_POPULAR_USES, _POPULAR_LEAD = 1_000, 1_000_000
 _PHASES = {
     "match": "match_prefix",
     "load_back": "init_load_back",
@@ -182,6 +182,7 @@ class TreeDriver:
             op.device_indices,
             op.pool_transfers,
         )
+        self._kept = False
         self._rids = (f"{name}-{number}" for number in itertools.count())
 
     @property
@@ -198,29 +199,46 @@ class TreeDriver:
     # Population
 
     def populate(self, prompts: Sequence[Prompt]) -> None:
-        """Insert prompts that fit the device tier together, and swap them out to host."""
+        """Insert prompts and swap them out to host."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-        from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+        from sglang.srt.mem_cache.common import release_kv_cache
 
-        for prompt in prompts:
-            req = self._request(prompt)
-            self._admit(req)
-            self._extend(req)
-            checkpoint_kv_cache(req, self.tree)
-            release_kv_cache(req, self.tree, checkpoint=False)
+        # SGLang's Python core looks for a child on the device in the order of insertion. The
+        # first one stays there meanwhile, or the time would grow with the square of the number.
+        first = self._insert(prompts[0])
+        for number, prompt in enumerate(prompts[1:], start=1):
+            release_kv_cache(self._insert(prompt), self.tree, checkpoint=False)
+            if self.allocator.available_size() < 2 * len(prompt.tokens) or number % 500 == 0:
+                self.tree.evict(EvictParams(num_tokens=self.allocator.size))
+        release_kv_cache(first, self.tree, checkpoint=False)
         self.tree.evict(EvictParams(num_tokens=self.allocator.size))
 
+    def _insert(self, prompt: Prompt) -> Any:
+        from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+        req = self._request(prompt)
+        self._admit(req)
+        self._extend(req)
+        checkpoint_kv_cache(req, self.tree)
+        return req
+
     def keep(self, prompts: Sequence[Prompt]) -> None:
-        """Make the documents of `prompts` the last that the tree would evict."""
+        """Make the documents of `prompts` the last that the tree would evict: in ours by many
+        uses, once for all; in stock by a match, for a while."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
+        if self._kept:
+            return
         for prompt in prompts:
             found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt.tokens)))
             if self.name == KNOWLEDGE:
-                node = self.tree.tree_core.node_by_id(found.best_match_node)
-                node.statistics.frequency = node.statistics.last_access = _POPULAR
-                self.tree.tree_core.rank(node)
+                core = self.tree.tree_core
+                node = core.node_by_id(found.best_match_node)
+                node.statistics.frequency = _POPULAR_USES
+                node.statistics.last_access = core.access_time + _POPULAR_LEAD
+                core.rank(node)
+        self._kept = self.name == KNOWLEDGE
 
     # A measured request
 
