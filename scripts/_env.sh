@@ -130,6 +130,9 @@ ensure_environment() {
 
 ensure_model() { "$VENV/bin/python" scripts/prepare_model.py >/dev/null; }
 
+# Where bytecode isn't kept, every process compiles SGLang and PyTorch anew: half a minute each.
+unset PYTHONDONTWRITEBYTECODE
+
 ensure_environment
 
 # One small model on the CPU gains nothing from more threads, and loses from threads on every core
