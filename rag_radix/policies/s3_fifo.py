@@ -22,7 +22,8 @@ class S3Fifo(ReplacementPolicy):
     Source: Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache
     eviction", SOSP 2023. The tier's clock, which rises to the highest priority evicted,
     counts passes: a node ranked `n` above it leaves when the queue has gone round `n` times,
-    and nodes of one pass leave in the order of their ids, which is that of insertion.
+    and nodes of one pass leave in the order of their ids, which is that of insertion (the upper
+    half of a node that is cut counts as inserted then).
 
     Kept: a node starts on probation and moves to the main queue on its second hit; one whose
     document is known from before, the original's ghosts, starts in the main queue; a hit in
@@ -31,8 +32,8 @@ class S3Fifo(ReplacementPolicy):
     Not kept: the queues have no sizes of their own. Probation lasts an eighth of a pass
     instead of taking a tenth of the memory; a hit moves the node to the present pass, and
     its hits aren't used up by the passes that they bought; ghosts are all documents whose
-    frequency is remembered, at any place in the tree, rather than the latest evictions. A
-    node that became a leaf late leaves late. Tiers rank alike, each by its own clock.
+    frequency is remembered, at any place in the tree, rather than the latest evictions. Only
+    leaves leave, so a node above others waits for them. Each tier has its own clock.
     """
 
     name: ClassVar[str] = "s3-fifo"
