@@ -123,7 +123,7 @@ class KnowledgeComponent(FullComponent):
             chosen.add(node.id)
             parent: DocumentNode = node.parent
             if self.tree_core.is_host_leaf_without(parent, chosen):
-                self.host.rank_if_expired(parent)
+                self.host.refresh(parent)
                 heapq.heappush(bared, (parent.ranks[TierName.HOST].priority, parent.id, parent))
         return victims
 

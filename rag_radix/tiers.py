@@ -67,6 +67,12 @@ class Tier:
             self.rank(node)
         return expired
 
+    def refresh(self, node: DocumentNode) -> None:
+        """Make the priority of `node` that of now, if it changes with time."""
+        rank = node.ranks[self.name]
+        if rank.floor != rank.priority or rank.until <= self.clock.now:
+            self.rank(node)
+
     def offer(self, node: DocumentNode) -> None:
         """Let `node` be a candidate at its present rank; no-op when it already is."""
         expired = self.rank_if_expired(node)
@@ -111,9 +117,7 @@ class Tier:
                 continue
             node = entry[2]
             node.offered[self.name] = None
-            rank = node.ranks[self.name]
-            if rank.floor != rank.priority:
-                self.rank(node)
+            self.refresh(node)
             foreseen = self._policy.foreseen(node.statistics, self.clock)
             order = (node.ranks[self.name].priority + foreseen, node.id)
             if best is None or order < bound:

@@ -173,6 +173,22 @@ def test_victims_are_those_of_a_full_scan_while_the_order_changes(weights, seed)
     assert agrees_with_scan(leaves, steps=700, capacity=40, check=check) > 500
 
 
+@pytest.mark.parametrize(("name", "changes"), [("adaptive", True), ("pgdsf", False)])
+def test_refreshing_gives_the_priority_of_now_where_it_changes_with_time(name, changes):
+    leaves = Leaves(make_policy(name, {}), seed=0)
+    for _ in range(100):
+        leaves.advance()
+    leaves.insert(10)
+    leaf = leaves.evictable[1]
+    taken = leaf.ranks[DEVICE].priority
+    leaves.advance()
+    leaves.tier.clock.evicted = 1.0
+    leaves.tier.refresh(leaf)
+    now = leaves.policy.priority(leaf.statistics, leaves.tier.clock)
+    assert now != taken
+    assert leaf.ranks[DEVICE].priority == (now if changes else taken)
+
+
 def test_equal_priorities_leave_by_id():
     leaves = Leaves(make_policy("lru", {}), seed=0)
     leaves.advance()
