@@ -6,8 +6,9 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rag_radix.policies.base import TierName
 from rag_radix.sglang_compat import ComponentType, FullComponent
-from rag_radix.tiers import DuplicateTier, Tier, TierName
+from rag_radix.tiers import DuplicateTier, Tier
 
 if TYPE_CHECKING:
     from rag_radix.tree_core import DocumentNode
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostVictims:
-    """What would have to leave the host to make room, in order.
+    """What could leave the host to make room, in order.
 
     Attributes:
         duplicates: Nodes that only lose their host copy; they stay on the device.
-        leaves: Nodes that leave the tree.
+        leaves: Nodes that leave the tree, as far as that is needed; enough of them to make
+            all the room by themselves, if there are.
     """
 
     duplicates: list[DocumentNode] = field(default_factory=list)
@@ -95,42 +97,48 @@ class KnowledgeComponent(FullComponent):
     # Host
 
     def choose_host_victims(self, tokens: int) -> HostVictims | None:
-        """What would have to leave the host to free `tokens`, lowest priority first; None
-        when that isn't possible. A node whose children would all leave may leave after them.
+        """What could leave the host to free `tokens`, lowest priority first; None when that
+        isn't possible. A node whose children would all leave may leave after them.
 
         The nodes are no candidates until they are evicted or given back to `keep`.
         """
-        victims = HostVictims()
+        victims = HostVictims(leaves=self._choose_host_leaves(tokens))
         freed = 0
         while freed < tokens and (node := self.duplicates.pop()) is not None:
             victims.duplicates.append(node)
             freed += len(node.key)
+        if freed + sum(len(node.key) for node in victims.leaves) >= tokens:
+            return victims
+        self.keep(victims)
+        return None
+
+    def _choose_host_leaves(self, tokens: int) -> list[DocumentNode]:
+        leaves: list[DocumentNode] = []
         chosen: set[int] = set()
         bared: list[tuple[float, int, DocumentNode]] = []  # leaves once the chosen are gone
+        freed = 0
         while freed < tokens:
             node = self.host.pop()
-            if bared and (
-                node is None or bared[0][:2] < (node.ranks[TierName.HOST].priority, node.id)
-            ):
+            if bared and (node is None or bared[0][:2] < self.host.order(node)):
                 if node is not None:
                     self.host.offer(node)
                 node = heapq.heappop(bared)[2]
             if node is None:
-                self.keep(victims)
-                return None
-            victims.leaves.append(node)
+                break
+            leaves.append(node)
             freed += len(node.key)
             chosen.add(node.id)
             parent: DocumentNode = node.parent
             if self.tree_core.is_host_leaf_without(parent, chosen):
-                self.host.refresh(parent)
-                heapq.heappush(bared, (parent.ranks[TierName.HOST].priority, parent.id, parent))
-        return victims
+                self.host.rank_if_expired(parent)
+                heapq.heappush(bared, (*self.host.order(parent), parent))
+        return leaves
 
     def keep(self, victims: HostVictims) -> None:
         """Make chosen victims candidates again."""
         for node in victims.duplicates:
-            self.duplicates.offer(node)
+            if self.tree_core.is_reclaimable(node):
+                self.duplicates.offer(node)
         for node in victims.leaves:
             if node in self.tree_core.evictable_host_leaves:
                 self.host.offer(node)
@@ -153,17 +161,22 @@ class KnowledgeComponent(FullComponent):
             else:
                 return
 
-    def evict_victims(self, victims: HostVictims, result: Any) -> None:
-        """Let `victims` leave the host; what that frees goes into SGLang's `result`."""
+    def evict_victims(self, victims: HostVictims, tokens: int, result: Any) -> None:
+        """Let as many of `victims` leave the host as it takes to free `tokens`; what that
+        frees goes into SGLang's `result`."""
         frees = (result.tracker, result.device_frees, result.host_frees, result.cache_actions)
         for node in victims.duplicates:
             self._reclaim(node, *frees)
         for node in victims.leaves:
+            if result.tracker[ComponentType.FULL] >= tokens:
+                break
             self._evict_from_host(node, *frees)
+        self.keep(victims)
 
     def _reclaim(self, node: DocumentNode, *frees: Any) -> None:
         self.tree_core._release_full_host_duplicate(node, *frees)
         node.host_reclaims += 1
+        self.tree_core.rank(node)
 
     def _evict_from_host(self, node: DocumentNode, *frees: Any) -> None:
         self.tree_core._evict_host_leaf(node, *frees)

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from enum import IntEnum
 
-HALF_LIVES = (200.0, 2_000.0, 20_000.0, 100_000.0)
-"""In retrievals. The first is what a burst lasts; a document's popularity the others."""
+import numpy as np
 
-_RATES = tuple(math.log(2) / half_life for half_life in HALF_LIVES)
-# How fast the mixture follows, and how often what it has learned is published.
-_LEARNING_RATE = 1 / 2_000
-_EPOCH = 500
+HALF_LIVES = (150.0, 3_000.0, 50_000.0)
+"""In retrievals: about what a burst, a trend and a document's popularity last."""
+
+_DECAYS = np.exp2(-1 / np.array(HALF_LIVES))
+_GROUP_ENDS = (1, 2, 4, 8)
+# Evidence is forgotten by half in so many retrievals, and published every so many.
+_EVIDENCE_HALF_LIFE = 1_000.0
+_PUBLISHED_EVERY = 500
+# Uses that the model is as sure of at first as of evidence.
+_PRIOR_USES = 10.0
+
+
+class Kind(IntEnum):
+    """What a path ends with."""
+
+    TAIL = 0
+    PREFIX = 1  # what prompts begin with, above their documents
+    DOCUMENT = 2
+
+
+_GROUPS = Kind.DOCUMENT + len(_GROUP_ENDS) + 1
 
 
 class PathHistory:
@@ -20,87 +37,138 @@ class PathHistory:
 
     Attributes:
         counts: Decayed uses as of `last_use`, by half-life.
-        last_use: Logical time of the last use.
+        uses: All of them.
+        last_use: Logical time of the last one.
         expected: Requests that wait now and will use the path.
+        group: Paths that are used alike: by kind, documents by their number of uses.
     """
 
-    __slots__ = ("counts", "expected", "last_use")
+    __slots__ = ("counts", "expected", "group", "last_use", "uses")
 
     def __init__(self) -> None:
-        self.counts = [0.0] * len(HALF_LIVES)
+        self.counts = (0.0,) * len(HALF_LIVES)
+        self.uses = 0
         self.last_use = 0
         self.expected = 0
+        self.group = 0
 
-    def record(self, now: int) -> None:
-        age = now - self.last_use
-        self.counts = [
-            count * math.exp(-rate * age) + 1.0
-            for count, rate in zip(self.counts, _RATES, strict=True)
-        ]
+    def record(self, now: int, kind: Kind = Kind.DOCUMENT) -> None:
+        """Count a use at logical time `now`."""
+        self.counts = tuple(count + 1.0 for count in self.counts_at(now))
+        self.uses += 1
         self.last_use = now
+        self.group = int(kind)
+        if kind is Kind.DOCUMENT:
+            self.group += bisect_left(_GROUP_ENDS, self.uses)
 
-    def rates(self, age: float) -> list[float]:
-        """Expected uses per retrieval, by half-life, `age` after the last use."""
-        return [
-            rate * count * math.exp(-rate * age)
-            for count, rate in zip(self.counts, _RATES, strict=True)
-        ]
+    def counts_at(self, now: int) -> tuple[float, ...]:
+        """`counts`, decayed until `now`."""
+        age = now - self.last_use
+        return tuple(
+            count * 2.0 ** (-age / half_life)
+            for count, half_life in zip(self.counts, HALF_LIVES, strict=True)
+        )
 
 
-class HalfLifeMixture:
-    """How much each half-life counts, learned from which of them foresaw the uses so far.
+class ReuseModel:
+    """What the decayed counts of a path say about its next use, learned from what they said
+    before.
 
-    A use is evidence for a half-life in proportion to the rate that it predicted for the
-    path (a mixture fitted by online expectation maximisation). What was learned is published
-    every 500 retrievals, so that a priority changes at known times only.
+    The rate of use is `sum over half-lives of weight x count`, with weights for each group of
+    paths. A use is attributed to the half-lives in proportion to what they predicted; a weight
+    is the uses attributed by the uses predicted, both forgotten exponentially. So what was
+    used once is known to come back less often than its count says, bursts are believed while
+    there are bursts, and rates are true to scale.
 
     Attributes:
-        weights: By half-life; they add up to 1.
+        rates: Uses per retrieval and unit of decayed count, by group and half-life.
     """
 
     def __init__(self) -> None:
-        self.weights: Sequence[float] = (1 / len(HALF_LIVES),) * len(HALF_LIVES)
-        self._learned = list(self.weights)
+        shape = (_GROUPS, len(HALF_LIVES))
+        self._attributed = np.zeros(shape)
+        self._predicted = np.zeros(shape)
+        self._counts = np.zeros(shape)  # of all paths, by group
+        self._forget = 2.0 ** (-1 / _EVIDENCE_HALF_LIFE)
+        self._published_at = 0
+        self._publish(1)
 
-    def learn(self, history: PathHistory, now: int) -> None:
-        """Take account of a use at `now` of a path with `history` before it."""
-        if history.last_use:
-            rates = history.rates(now - history.last_use)
-            evidence = [weight * rate for weight, rate in zip(self._learned, rates, strict=True)]
-            total = sum(evidence)
-            if total > 0:
-                self._learned = [
-                    weight + _LEARNING_RATE * (part / total - weight)
-                    for weight, part in zip(self._learned, evidence, strict=True)
-                ]
-        if now % _EPOCH == 0:
-            self.weights = tuple(self._learned)
+    def _publish(self, now: int) -> None:
+        prior = _PRIOR_USES / len(HALF_LIVES)
+        self._weights = (self._attributed + prior) / (self._predicted + _PRIOR_USES)
+        self.rates: list[tuple[float, ...]] = [
+            tuple(row) for row in (self._weights * self._scale(now)).tolist()
+        ]
+        self._published_at = now
+
+    @staticmethod
+    def _scale(now: int) -> np.ndarray:
+        """What makes a decayed count a share of all uses in the `now` retrievals so far."""
+        scale: np.ndarray = (1 - _DECAYS) / (1 - _DECAYS**now)
+        return scale
+
+    def advance(self, now: int) -> None:
+        """Logical time moves on to `now`."""
+        self._counts *= _DECAYS
+        self._attributed *= self._forget
+        self._predicted *= self._forget
+        self._predicted += self._counts * self._scale(now)
+        # More often while there is little to go by.
+        if now - self._published_at >= min(_PUBLISHED_EVERY, self._published_at):
+            self._publish(now)
+
+    def use(self, history: PathHistory, now: int, kind: Kind) -> None:
+        """Learn from a use at `now`, and record it in `history`."""
+        if history.uses:
+            counts = history.counts_at(now)
+            self._counts[history.group] -= counts
+            predicted = [
+                rate * count for rate, count in zip(self.rates[history.group], counts, strict=True)
+            ]
+            if (total := sum(predicted)) > 0:
+                self._attributed[history.group] += np.array(predicted) / total
+        history.record(now, kind)
+        self._counts[history.group] += history.counts
+
+    def forget(self, history: PathHistory, now: int) -> None:
+        """Expect no use of a path whose history is given up."""
+        self._counts[history.group] -= history.counts_at(now)
 
 
 class PathHistories:
-    """Histories by path, of nodes in the tree and of ghosts: paths whose nodes have left it.
+    """Histories by path, of documents in the tree and of ghosts: those that have left it.
 
     Bounded: beyond `capacity` the path whose last use is longest ago is forgotten, unless a
     node still holds its history. About 500 bytes a path, 32 MB in all.
+
+    Attributes:
+        model: Learned from all of them.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
         self._histories: OrderedDict[bytes, PathHistory] = OrderedDict()
         self._expected: list[PathHistory] = []
-        self.mixture = HalfLifeMixture()
+        self.model = ReuseModel()
 
     def __len__(self) -> int:
         return len(self._histories)
 
     def record(self, path: bytes, now: int) -> PathHistory:
-        """Count a use of `path` at logical time `now` and return its history."""
+        """Count a use of the document at the end of `path` and return the path's history."""
         history = self._histories.pop(path, None) or PathHistory()
         self._histories[path] = history
-        self.mixture.learn(history, now)
-        history.record(now)
+        self.model.use(history, now, Kind.DOCUMENT)
         if len(self._histories) > self._capacity:
-            self._histories.popitem(last=False)
+            _, forgotten = self._histories.popitem(last=False)
+            self.model.forget(forgotten, now)
+        return history
+
+    def record_unnamed(self, history: PathHistory | None, kind: Kind, now: int) -> PathHistory:
+        """Count a use of what isn't a document, whose history lives as long as its node."""
+        history = history or PathHistory()
+        if history.last_use != now or not history.uses:  # the other half of a cut node has it
+            self.model.use(history, now, kind)
         return history
 
     def expect(self, paths: Iterable[bytes]) -> None:
@@ -115,4 +183,4 @@ class PathHistories:
     def clear(self) -> None:
         self._histories.clear()
         self._expected.clear()
-        self.mixture = HalfLifeMixture()
+        self.model = ReuseModel()

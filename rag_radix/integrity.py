@@ -92,7 +92,7 @@ def _check_node(tree: KnowledgeTree, node: DocumentNode) -> None:
         (component.device, node in core.evictable_device_leaves),
         (component.host, node in core.evictable_host_leaves),
     ):
-        assert not is_candidate or node.offered[tier.name] == node.ranks[tier.name].floor, (
+        assert not is_candidate or node.offered[tier.name] == node.ranks[tier.name], (
             f"node {node.id}: an evictable leaf that the {tier.name.name} heap doesn't offer"
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rag_radix.component import KnowledgeComponent
 from rag_radix.counters import RequestCounters
-from rag_radix.history import PathHistories
+from rag_radix.history import Kind, PathHistories, PathHistory
 from rag_radix.integrity import check_integrity
 from rag_radix.recording import TraceRecorder
 from rag_radix.report import report
@@ -81,7 +81,7 @@ class KnowledgeTree(UnifiedRadixCache):
         self.document_frequencies.clear()
         self.histories.clear()
         for tier in self.component.tiers:
-            tier.clock.mixture = self.histories.mixture
+            tier.clock.reuse = self.histories.model
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless both tiers, the tree and its statistics agree."""
@@ -190,7 +190,9 @@ class KnowledgeTree(UnifiedRadixCache):
             retrieval.counted = True
             if self._recorder is not None:
                 retrieval.counted_at_s = self._recorder.now_s()
-            self.tree_core.advance()
+            now = self.tree_core.advance()
+            if self.settings.policy.uses_history:
+                self.histories.model.advance(now)
             self.counters.requests += 1
             self.counters.prompt_tokens += retrieval.prompt_tokens
             self.counters.device_hit_tokens += device_hit
@@ -199,7 +201,8 @@ class KnowledgeTree(UnifiedRadixCache):
         for node, end in path:
             start = end - len(node.key)
             if end > retrieval.prompt_tokens:
-                break
+                self._note_output(node, start)
+                continue
             if start < retrieval.counted_end and node.creation_time <= retrieval.counted_at:
                 continue
             statistics = node.statistics
@@ -211,20 +214,42 @@ class KnowledgeTree(UnifiedRadixCache):
                 statistics.document_frequency = max(
                     statistics.document_frequency, retrieval.document_counts[index]
                 )
-                if self.settings.policy.uses_history:
-                    statistics.history = retrieval.histories[index]
+            if self.settings.policy.uses_history:
+                self._note_history(node, retrieval.histories[index] if index >= 0 else None)
             if end > hit:
                 statistics.add_cost(cost, new_tokens)
             elif statistics.cost_samples == 0:
-                # Computed by a request that didn't count: take what it costs alone.
-                alone = self.settings.prefill_cost(start, len(node.key))
-                statistics.add_cost(alone, len(node.key))
+                self._add_cost_alone(node, start)  # computed by a request that didn't count
             self.tree_core.rank(node)
             retrieval.counted_end = max(retrieval.counted_end, end)
         retrieval.counted_at = time_counter()
         if retrieval.inserted_end >= self._page_floor(retrieval.prompt_tokens):
             # Those that share their only page with the end of the prompt, too.
             self._count_documents(retrieval, retrieval.prompt_tokens, device_hit, hit, req)
+
+    def _note_history(self, node: DocumentNode, above: PathHistory | None) -> None:
+        """Give `node` the history of the last document that begins `above` its end or, for
+        what prompts begin with and for tails, one of its own."""
+        statistics = node.statistics
+        if above is not None and not node.is_tail:
+            statistics.history = above
+        else:
+            kind = Kind.TAIL if node.is_tail else Kind.PREFIX
+            statistics.history = self.histories.record_unnamed(
+                statistics.history, kind, self.tree_core.access_time
+            )
+
+    def _note_output(self, node: DocumentNode, start: int) -> None:
+        """Let a policy see what an output would cost as part of a later prompt."""
+        if node.statistics.cost_samples == 0:
+            self._add_cost_alone(node, start)
+            if self.settings.policy.uses_history:
+                self._note_history(node, None)
+            self.tree_core.rank(node)
+
+    def _add_cost_alone(self, node: DocumentNode, start: int) -> None:
+        tokens = len(node.key)
+        node.statistics.add_cost(self.settings.prefill_cost(start, tokens), tokens)
 
     def _count_documents(
         self, retrieval: Retrieval, position: int, device_hit: int, hit: int, req: Any

@@ -33,8 +33,10 @@ class NodeStatistics:
         last_access: Logical time (retrievals served so far) of the last use.
         inserted_at: Logical time when the node came into the tree.
         tokens: Length of the node.
-        history: Use of the path down to the end of the node's document, which survives the
-            node; None when the policy doesn't ask for it, and for tails.
+        has_host_copy: Whether its KV is on host.
+        history: Use of the path down to the end of the document, which survives the node;
+            that of the node alone where there is no document; None when the policy doesn't
+            ask for it.
     """
 
     frequency: int = 0
@@ -44,6 +46,7 @@ class NodeStatistics:
     last_access: int = 0
     inserted_at: int = 0
     tokens: int = 0
+    has_host_copy: bool = False
     history: PathHistory | None = None
 
     @property

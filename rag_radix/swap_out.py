@@ -87,7 +87,7 @@ class SwapOut:
         if victims is None:
             return False
         if not tree.settings.policy.admits(
-            [kept.statistics for kept in _subtree(node, without=victims.leaves)],
+            [kept.statistics for kept in _subtree(node)],
             [leaf.statistics for leaf in victims.leaves],
             component.host.clock,
         ):
@@ -97,7 +97,7 @@ class SwapOut:
             return False
         if missing > 0:
             result = DriveHostEvictionResult()
-            component.evict_victims(victims, result)
+            component.evict_victims(victims, missing, result)
             tree._apply_eviction_result(result)
         action = BackupKV(node_ids=[node.id])
         return bool(tree._execute_and_commit_kv_backup(action, write_back=not ahead))
@@ -119,12 +119,8 @@ class SwapOut:
             self._tree.free_device_slots(slots)
 
 
-def _subtree(node: DocumentNode, without: list[DocumentNode]) -> list[DocumentNode]:
-    left_out = {other.id for other in without}
-    found, stack = [], [node]
-    while stack:
-        node = stack.pop()
-        if node.id not in left_out:
-            found.append(node)
-        stack += node.children.values()
+def _subtree(node: DocumentNode) -> list[DocumentNode]:
+    found = [node]
+    for above in found:
+        found += above.children.values()
     return found

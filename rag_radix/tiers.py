@@ -5,10 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from rag_radix.policies.base import Clock, Rank, ReplacementPolicy
+from rag_radix.policies.base import Clock, Rank, ReplacementPolicy, TierName
 
 if TYPE_CHECKING:
     from rag_radix.tree_core import DocumentNode
@@ -18,18 +17,10 @@ _STALE_ENTRIES_KEPT = 1024
 _Entry = tuple[float, int, "DocumentNode"]
 
 
-class TierName(IntEnum):
-    """Index of a tier in a node's `ranks`."""
-
-    DEVICE = 0
-    HOST = 1
-    DUPLICATE = 2  # host copies of nodes that are on the device
-
-
 class Tier:
     """Eviction order of one memory tier: a clock and a persistent, lazily updated heap.
 
-    An entry counts only while its node is evictable and its floor still the node's, so a
+    An entry counts only while its node is evictable and offered at its floor, so a
     change costs one push and an eviction O(log n), never a scan of the leaves. Nodes whose
     priority changes with time are ranked again when their rank runs out.
 
@@ -48,7 +39,7 @@ class Tier:
         self.name = name
         self._policy = policy
         self._is_evictable = is_evictable
-        self.clock = Clock()
+        self.clock = Clock(tier=name)
         self.evicted_nodes = 0
         self.evicted_tokens = 0
         self._heap: list[_Entry] = []
@@ -58,6 +49,7 @@ class Tier:
 
     def rank(self, node: DocumentNode) -> None:
         """Rank `node` by its present statistics and the clock."""
+        node.statistics.has_host_copy = node.backuped
         node.ranks[self.name] = self._policy.rank(node.statistics, self.clock)
 
     def rank_if_expired(self, node: DocumentNode) -> bool:
@@ -73,13 +65,18 @@ class Tier:
         if rank.floor != rank.priority or rank.until <= self.clock.now:
             self.rank(node)
 
+    def order(self, node: DocumentNode) -> tuple[float, int]:
+        """The key by which nodes leave, lowest first."""
+        foreseen = self._policy.foreseen(node.statistics, self.clock)
+        return node.ranks[self.name].priority + foreseen, node.id
+
     def offer(self, node: DocumentNode) -> None:
         """Let `node` be a candidate at its present rank; no-op when it already is."""
         expired = self.rank_if_expired(node)
         rank = node.ranks[self.name]
-        if node.offered[self.name] == rank.floor and not expired:
+        if node.offered[self.name] == rank and not expired:
             return
-        node.offered[self.name] = rank.floor
+        node.offered[self.name] = rank
         heapq.heappush(self._heap, (rank.floor, node.id, node))
         if rank.until != math.inf:
             heapq.heappush(self._expiring, (rank.until, node.id, node))
@@ -99,7 +96,8 @@ class Tier:
 
     def _is_current(self, entry: _Entry) -> bool:
         floor, _, node = entry
-        current = node.offered[self.name] == floor
+        offered = node.offered[self.name]
+        current = offered is not None and offered.floor == floor
         if current and not self._is_evictable(node):
             node.offered[self.name] = None  # offered again once it is evictable
             return False
@@ -118,8 +116,7 @@ class Tier:
             node = entry[2]
             node.offered[self.name] = None
             self.refresh(node)
-            foreseen = self._policy.foreseen(node.statistics, self.clock)
-            order = (node.ranks[self.name].priority + foreseen, node.id)
+            order = self.order(node)
             if best is None or order < bound:
                 if best is not None:
                     passed_over.append(best)
@@ -133,7 +130,8 @@ class Tier:
     def _rank_expired(self) -> None:
         while self._expiring and self._expiring[0][0] <= self.clock.now:
             until, _, node = heapq.heappop(self._expiring)
-            if node.offered[self.name] is None or node.ranks[self.name].until != until:
+            offered = node.offered[self.name]
+            if offered is None or offered.until != until:
                 continue
             if self._is_evictable(node):
                 self.offer(node)
@@ -150,7 +148,7 @@ class Tier:
         self._heap.clear()
         self._expiring.clear()
         self._live_at_rebuild = 0
-        self.clock = Clock(now)
+        self.clock = Clock(now, tier=self.name)
 
 
 class DuplicateTier(Tier):

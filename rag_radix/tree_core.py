@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rag_radix.component import KnowledgeComponent
-from rag_radix.policies.base import Rank
+from rag_radix.policies.base import Rank, TierName
 from rag_radix.sglang_compat import (
     ComponentType,
     DriveHostEvictionResult,
@@ -19,7 +19,6 @@ from rag_radix.sglang_compat import (
     UnifiedTreeNode,
 )
 from rag_radix.statistics import DocumentKey, NodeStatistics
-from rag_radix.tiers import TierName
 
 _FULL = ComponentType.FULL
 _UNRANKED = Rank(0.0, 0.0)
@@ -48,7 +47,7 @@ class DocumentNode(UnifiedTreeNode):
         host_copies: Copies to host made of this node's KV since it was inserted.
         host_reclaims: Times its host copy was given up while it was on the device.
         ranks: By `TierName`.
-        offered: By `TierName`, the floor of the tier's live heap entry, if any.
+        offered: By `TierName`, the rank of the tier's live heap entry, if any.
         on_device: Whether it counts among its parent's `device_children`.
         device_children: Children whose KV is on the device.
     """
@@ -62,7 +61,7 @@ class DocumentNode(UnifiedTreeNode):
         self.host_copies = 0
         self.host_reclaims = 0
         self.ranks = [_UNRANKED] * len(TierName)
-        self.offered: list[float | None] = [None] * len(TierName)
+        self.offered: list[Rank | None] = [None] * len(TierName)
         self.on_device = False
         self.device_children = 0
 
@@ -276,6 +275,8 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         node = self.node_by_id(node_id)
         node.host_copies += 1
         self._component.host.rank(node)
+        if self._reclaims_duplicates:
+            self._component.device.rank(node)
         self.swapped_out_nodes += 1
         self.swapped_out_tokens += len(host_indices)
 

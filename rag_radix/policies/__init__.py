@@ -13,6 +13,7 @@ from rag_radix.policies.gdsf import Gdsf
 from rag_radix.policies.lfu import Lfu
 from rag_radix.policies.lru import Lru
 from rag_radix.policies.pgdsf import Pgdsf
+from rag_radix.policies.pgdsf_plus import PgdsfPlus
 from rag_radix.policies.s3_fifo import S3Fifo
 from rag_radix.policies.slru import Slru
 from rag_radix.policies.w_tinylfu import WTinyLfu
@@ -23,6 +24,7 @@ _POLICIES: tuple[type[ReplacementPolicy], ...] = (
     Lfu,
     Lru,
     Pgdsf,
+    PgdsfPlus,
     S3Fifo,
     Slru,
     WTinyLfu,

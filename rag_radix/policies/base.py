@@ -6,10 +6,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import ClassVar, NamedTuple
 
-from rag_radix.history import HalfLifeMixture
+from rag_radix.history import ReuseModel
 from rag_radix.statistics import NodeStatistics
+
+
+class TierName(IntEnum):
+    """Index of a tier in a node's `ranks`."""
+
+    DEVICE = 0
+    HOST = 1
+    DUPLICATE = 2  # host copies of nodes that are on the device
 
 
 @dataclass(slots=True)
@@ -21,7 +30,8 @@ class Clock:
         evicted: Highest priority evicted from the tier so far.
         largest_frequency: Most retrievals of one node or document so far.
         largest_tokens: Tokens of the largest node used so far.
-        mixture: How much each half-life counts.
+        tier: The tier.
+        reuse: What a node's history says about its next use.
         rescaled_at: When the frequency scale changes, or last changed.
     """
 
@@ -29,7 +39,8 @@ class Clock:
     evicted: float = 0.0
     largest_frequency: int = 1
     largest_tokens: int = 1
-    mixture: HalfLifeMixture = field(default_factory=HalfLifeMixture)
+    tier: TierName = TierName.DEVICE
+    reuse: ReuseModel = field(default_factory=ReuseModel)
     rescaled_at: int = 0
     _scale: int = 1
     _next_scale: int = 1
@@ -83,8 +94,9 @@ class ReplacementPolicy(ABC):
     uses_history: ClassVar[bool] = False
     """Whether it reads `NodeStatistics.history`, which costs memory and a hash a prompt."""
     reclaims_duplicates: ClassVar[bool] = False
-    """Whether host copies of nodes that are on the device leave the host first. A node is
-    then copied again when it leaves the device after all."""
+    """Whether host copies of nodes that are on the device leave the host first, so that a
+    node is copied again when it leaves the device after all; and whether a node's priority on
+    the device depends on having such a copy."""
 
     @abstractmethod
     def priority(self, statistics: NodeStatistics, clock: Clock) -> float:

@@ -12,7 +12,7 @@ from rag_radix.policies.base import Clock, ReplacementPolicy
 from rag_radix.policies.slru import Slru
 from rag_radix.statistics import NodeStatistics
 
-_HALF_LIFE = 20_000.0
+_HALF_LIFE = 50_000.0
 _COUNT = HALF_LIVES.index(_HALF_LIFE)
 _SEGMENTS = Slru()
 
@@ -32,7 +32,7 @@ class WTinyLfu(ReplacementPolicy):
     the tokens that they read.
 
     Not kept: the window's one per cent, the limit of the protected segment, and the sketch:
-    uses are counted by path and decay smoothly, by half in 20,000 retrievals, instead of being
+    uses are counted by path and decay smoothly, by half in 50,000 retrievals, instead of being
     halved all at once after a number of them. The device ranks its leaves by the same
     segments. Without a host tier this is `slru`.
     """

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 
-from rag_radix.history import PathHistory
+from rag_radix.history import Kind, PathHistory
 from rag_radix.policies import POLICIES, make_policy
 from rag_radix.policies.adaptive import Adaptive
+from rag_radix.policies.base import TierName
 from rag_radix.statistics import NodeStatistics
-from rag_radix.tiers import Tier, TierName
+from rag_radix.tiers import Tier
 
 DEVICE = TierName.DEVICE
 
 
 class Leaf:
     """What a tier reads of a node."""
+
+    backuped = False
 
     def __init__(self, leaf_id, tokens, now):
         self.id = leaf_id
@@ -48,6 +50,7 @@ class Leaves:
     def advance(self):
         self._now += 1
         self.tier.clock.now = self._now
+        self.tier.clock.reuse.advance(self._now)
 
     def insert(self, tokens):
         self._ids += 1
@@ -65,8 +68,7 @@ class Leaves:
         statistics.last_access = self._now
         statistics.add_cost(self.random.random(), 1 + self._now % 7)
         if statistics.history is not None:
-            clock.mixture.learn(statistics.history, self._now)
-            statistics.history.record(self._now)
+            clock.reuse.use(statistics.history, self._now, Kind.DOCUMENT)
         clock.observe(statistics)
         self.tier.rank(leaf)
         self.offer(leaf)
@@ -95,7 +97,7 @@ class Leaves:
 
         def order(leaf):
             rank = leaf.ranks[DEVICE]
-            if rank.until == math.inf:
+            if rank.floor == rank.priority and rank.until > self._now:
                 return rank.priority, leaf.id
             return self.policy.priority(leaf.statistics, self.tier.clock), leaf.id
 

@@ -7,11 +7,13 @@ import math
 import re
 from dataclasses import fields, is_dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_radix.errors import ConfigError
+from rag_radix.history import PathHistory, ReuseModel
 from rag_radix.policies import POLICIES, ReplacementPolicy, make_policy
 from rag_radix.policies.base import Clock
 from rag_radix.statistics import NodeStatistics
@@ -78,8 +80,13 @@ def test_asking_changes_nothing_and_the_answer_is_a_number(name, moment):
 
 
 def _plain(value):
-    parts = getattr(value, "__slots__", None) or getattr(value, "__dict__", None)
-    return {part: getattr(value, part) for part in parts} if parts else value
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, ReuseModel):
+        return {name: _plain(part) for name, part in vars(value).items()}
+    if isinstance(value, PathHistory):
+        return {name: getattr(value, name) for name in value.__slots__}
+    return value
 
 
 @often

@@ -32,8 +32,8 @@ def test_uses_before_the_node_was_inserted_count():
     assert POLICY.admits([back], [node(8, 9, history=history_of(8, 9))], Clock(9))
 
 
-@pytest.mark.parametrize(("age", "admitted"), [(19_000, False), (21_000, True)])
-def test_uses_fade_by_half_in_20_000_retrievals(age, admitted):
+@pytest.mark.parametrize(("age", "admitted"), [(49_000, False), (51_000, True)])
+def test_uses_fade_by_half_in_50_000_retrievals(age, admitted):
     once_popular = node(1, 1, history=history_of(1, 1))
     new = node(1 + age, history=history_of(1 + age))
     assert POLICY.admits([new], [once_popular], Clock(1 + age)) == admitted

@@ -7,8 +7,7 @@ from itertools import pairwise
 from tree_harness import harness
 from unit.tree.prompts import SYSTEM, document, prompt
 
-from rag_radix.policies.base import Rank
-from rag_radix.tiers import TierName
+from rag_radix.policies.base import Rank, TierName
 
 
 def swapped_out(h):
@@ -216,7 +215,7 @@ def test_the_heap_stays_in_proportion_to_the_leaves():
         question.statistics.add_cost(1.0, 1)
         h.tree.tree_core.rank(question)
         device, entries = TierName.DEVICE, len(h.tree.component.device._heap)
-        assert question.offered[device] == question.ranks[device].floor
+        assert question.offered[device] == question.ranks[device]
         h.tree.component.device.offer(question)
         assert len(h.tree.component.device._heap) == entries
 

@@ -1,0 +1,97 @@
+"""PGDSF with rates of use that are learned, remembered and weighed against what they displace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rag_radix.history import HALF_LIVES
+from rag_radix.policies.base import Clock, Rank, ReplacementPolicy, TierName
+from rag_radix.statistics import NodeStatistics
+
+# A node is ranked as of an age from a grid: 0, then 32 retrievals and what follows by sqrt(2).
+_FIRST_AGE = 32
+# What loading a token back costs, of what computing it costs.
+_LOAD_SHARE = 0.02
+# A use that a waiting request will make, as a rate.
+_EXPECTED_RATE = 1 / 64
+
+
+@dataclass(frozen=True)
+class PgdsfPlus(ReplacementPolicy):
+    """`mean(cost / new tokens) x rate of use`: prefill seconds saved a token and retrieval.
+
+    As in PGDSF the cost is that of the place. In place of a frequency that only grows and a
+    clock that ages it there is an estimate of the rate of use (`ReuseModel`), from counts
+    that decay at several speeds and outlive the node.
+
+    - A node that has a host copy is worth only the load that the device saves.
+    - A node goes to host only if its tokens, with those below it that would be lost too, are
+      worth more than what would have to leave the host for it.
+    - Room there is then made by giving up host copies of what the device has as well.
+    - Uses by waiting requests are certain, and count as such.
+    """
+
+    name: ClassVar[str] = "pgdsf-plus"
+    uses_history: ClassVar[bool] = True
+    reclaims_duplicates: ClassVar[bool] = True
+
+    def priority(self, statistics: NodeStatistics, clock: Clock) -> float:
+        return self._value(statistics, clock, _grid_age(_age(statistics, clock))[0])
+
+    def rank(self, statistics: NodeStatistics, clock: Clock) -> Rank:
+        age = _age(statistics, clock)
+        at, until = _grid_age(age)
+        priority = self._value(statistics, clock, at)
+        return Rank(priority, priority, clock.now + until - age)
+
+    @staticmethod
+    def _value(statistics: NodeStatistics, clock: Clock, age: int) -> float:
+        history = statistics.history
+        if history is None:
+            return 0.0
+        rate = sum(
+            weight * count * 2.0 ** (-age / half_life)
+            for weight, count, half_life in zip(
+                clock.reuse.rates[history.group], history.counts, HALF_LIVES, strict=True
+            )
+        )
+        value: float = statistics.mean_cost_per_token_s * rate
+        if clock.tier is TierName.DEVICE and statistics.has_host_copy:
+            value *= _LOAD_SHARE
+        return value
+
+    def foreseen(self, statistics: NodeStatistics, clock: Clock) -> float:
+        if statistics.history is None or not statistics.history.expected:
+            return 0.0
+        return statistics.mean_cost_per_token_s * statistics.history.expected * _EXPECTED_RATE
+
+    def admits(
+        self,
+        kept: Sequence[NodeStatistics],
+        displaced: Sequence[NodeStatistics],
+        clock: Clock,
+    ) -> bool:
+        return not displaced or self._worth(kept, clock) > self._worth(displaced, clock)
+
+    def _worth(self, nodes: Sequence[NodeStatistics], clock: Clock) -> float:
+        return sum(
+            node.tokens * (self.priority(node, clock) + self.foreseen(node, clock))
+            for node in nodes
+        )
+
+
+def _age(statistics: NodeStatistics, clock: Clock) -> int:
+    history = statistics.history
+    return clock.now - (statistics.last_access if history is None else history.last_use)
+
+
+def _grid_age(age: int) -> tuple[int, int]:
+    """The largest age of the grid up to `age`, and the next one."""
+    if age < _FIRST_AGE:
+        return 0, _FIRST_AGE
+    doublings = (age // _FIRST_AGE).bit_length() - 1
+    low, high = _FIRST_AGE << doublings, _FIRST_AGE << (doublings + 1)
+    middle = (low * 181) >> 7  # 181 / 128 is sqrt(2), within 0.02%
+    return (low, middle) if age < middle else (middle, high)
