@@ -82,7 +82,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = {str(nodes): _measure(nodes, options) for nodes in options.nodes}
+    gc.freeze()  # what SGLang's imports made would be looked through at every collection
+    try:
+        sizes = {str(nodes): _measure(nodes, options) for nodes in options.nodes}
+    finally:
+        gc.unfreeze()
     report = _report(sizes, options)
     print(json.dumps(report) if options.json else _tables(report))
 
@@ -175,7 +179,6 @@ def _collector_off() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def _times(rounds: Sequence[Sequence[Served]]) -> dict[str, Any]:
