@@ -25,7 +25,7 @@ def check_plottable(path: Path) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ConfigError(
-            "--plot needs matplotlib: pip install 'rag-radix[plots]', or leave --plot out"
+            "--plot needs matplotlib: pip install matplotlib"
         ) from None
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
