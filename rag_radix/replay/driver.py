@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rag_radix.cost_model import PrefillCostTable
@@ -20,6 +18,8 @@ from rag_radix.replay.trace import TraceRequest
 _ROW = 1
 # SGLang computes what is on host rather than load fewer tokens.
 _LOAD_BACK_THRESHOLD_TOKENS = 10
+# Above every token id of a replay.
+_VOCABULARY = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +47,6 @@ class Outcome:
         return self.device_hit_tokens + self.host_hit_tokens
 
 
-class ReplayRequest:
-    """What the tree reads of SGLang's `Req`, which takes far longer to make."""
-
-    session = session_id = priority = kv_rotation_base = cache_salt = None
-    retracted_stain = False
-    swa_host_hit_length = mamba_host_hit_length = cached_tokens_storage = 0
-
-    def __init__(self, rid: str, prompt: ReplayPrompt, namespace: str, kv: Any) -> None:
-        self.rid = rid
-        self.extra_key = namespace or None
-        self.full_untruncated_fill_ids = prompt.ids
-        self.origin_input_ids = prompt.ids[: prompt.prompt_slots]
-        self.output_ids = array("q")
-        self.sampling_params = SimpleNamespace(
-            n=1, max_new_tokens=1, custom_params=prompt.custom_params
-        )
-        self.kv = kv
-        self.lock: Any = None
-        self.finished_reason: Any = None
-        self.last_node = self.host_hit_length = 0
-        self.cached_tokens_device = self.cached_tokens_host = 0
-
-    def finished(self) -> bool:
-        return self.finished_reason is not None
-
-
 class _Arrival(NamedTuple):
     request: TraceRequest
     prompt: ReplayPrompt
@@ -92,10 +66,11 @@ class Replayer:
     """
 
     def __init__(self, tree: Any, granularity: int = 1) -> None:
-        from sglang.srt.managers.schedule_batch import FINISH_LENGTH, ReqKvInfo
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
         from sglang.srt.mem_cache.common import evict_from_tree_cache
         from sglang.srt.mem_cache.radix_cache import RadixKey
+        from sglang.srt.sampling.sampling_params import SamplingParams
 
         self.tree = tree
         self.granularity = granularity
@@ -105,7 +80,7 @@ class Replayer:
         self._allocator = tree.token_to_kv_pool_allocator
         self._arrived = 0
         self._waiting: deque[_Arrival] = deque()
-        self._finish_length, self._kv_info = FINISH_LENGTH, ReqKvInfo
+        self._req, self._sampling_params, self._finish_length = Req, SamplingParams, FINISH_LENGTH
         self._load_back_params, self._match_params = InitLoadBackParams, MatchPrefixParams
         self._evict, self._key = evict_from_tree_cache, RadixKey
         if tree.cache_controller is not None:
@@ -142,7 +117,15 @@ class Replayer:
     def _arrive(self, request: TraceRequest) -> _Arrival:
         prompt = self._prompts.prompt(request)
         self._arrived += 1
-        req = self._request(f"{self._arrived:09d}", prompt, request.namespace)
+        req = self._req(
+            f"{self._arrived:09d}",
+            "",
+            prompt.ids[: prompt.prompt_slots],
+            self._sampling_params(custom_params=prompt.custom_params),
+            extra_key=request.namespace or None,
+            vocab_size=_VOCABULARY,
+        )
+        req.full_untruncated_fill_ids = prompt.ids
         return _Arrival(request, prompt, req)
 
     def _serve(self, arrival: _Arrival) -> Outcome:
@@ -155,9 +138,6 @@ class Replayer:
             self._extend(req, request.prompt_tokens, prompt.computed_tokens)
         self._finish(req, prompt)
         return self._outcome(request, device_hit, host_hit, self._swapped_out_slots() - swapped_out)
-
-    def _request(self, rid: str, prompt: ReplayPrompt, namespace: str) -> Any:
-        return ReplayRequest(rid, prompt, namespace, self._kv_info())
 
     def _admit(self, req: Any, prompt: ReplayPrompt) -> tuple[int, int]:
         """Match, load back what is on host and lock; returns the slots found on each tier."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 
 from rag_radix.errors import ConfigError
 from rag_radix.replay.driver import Replayer, in_slots, knowledge_tree_replayer
-from rag_radix.replay.prompts import PromptTokens, ReplayPrompt
+from rag_radix.replay.prompts import PromptTokens
 from rag_radix.replay.reference_cost import a10g_mistral_cost_table
 from rag_radix.replay.runs import PolicyVariant, ReplayServer, replay
 from rag_radix.replay.server import replay_context
 from rag_radix.replay.trace import TraceDocument, TraceRequest
 from rag_radix.replay.workloads import generate
-from rag_radix.sglang_compat import ComponentType
 
 COST = a10g_mistral_cost_table()
 
@@ -122,49 +120,6 @@ def test_whole_pages_find_nearly_what_single_tokens_find():
         rates.append(replay(trace, PolicyVariant("p", "pgdsf"), server).token_hit_rate)
     assert rates[0] == pytest.approx(rates[1], abs=0.01)
     assert rates[0] > 0.1
-
-
-class _WithSGLangsRequests(Replayer):
-    """A replayer that makes SGLang's own requests in place of its own."""
-
-    def _request(self, rid: str, prompt: ReplayPrompt, namespace: str) -> Any:
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        params = SamplingParams(max_new_tokens=8, custom_params=prompt.custom_params)
-        ids = prompt.ids[: prompt.prompt_slots]
-        req = Req(rid, "", ids, params, extra_key=namespace or None, vocab_size=1 << 60)
-        req.full_untruncated_fill_ids = array("q", prompt.ids)
-        return req
-
-
-def _nodes(tree: Any) -> list[Any]:
-    def tier(value: Any) -> list[int] | None:
-        return None if value is None else value.tolist()
-
-    return [
-        (
-            node.key.token_ids,
-            node.occurrences,
-            node.is_tail,
-            node.statistics,
-            tier(node.component_data[ComponentType.FULL].value),
-            tier(node.component_data[ComponentType.FULL].host_value),
-        )
-        for node in tree.tree_core.nodes()
-    ]
-
-
-def test_its_requests_leave_the_same_tree_as_sglangs_own():
-    trace = small_trace(200, output_tokens=20)
-    trees, outcomes = [], []
-    for kind in (Replayer, _WithSGLangsRequests):
-        with replayer("pgdsf", device=2048, host=8192) as it:
-            outcomes.append([*kind(it.tree, it.granularity).run(trace)])
-            trees.append(_nodes(it.tree))
-    assert outcomes[0] == outcomes[1]
-    assert trees[0] == trees[1]
-    assert any(host is not None for *_, host in trees[0])
 
 
 def test_sglangs_own_cache_is_replayed_as_well():
