@@ -42,7 +42,7 @@ class PolicyResult:
         bound_hit_rate: Highest `token_hit_rate` that any cache could have.
         d2h_bytes: Copied from device to host.
         h2d_bytes: Loaded back from host.
-        ms_per_request: Time the replay took for a request, the tree's and its own.
+        ms_per_request: CPU time of the replay for a request, the tree's and its own.
     """
 
     token_hit_rate: float
