@@ -165,10 +165,12 @@ class PathHistories:
         return history
 
     def record_unnamed(self, history: PathHistory | None, kind: Kind, now: int) -> PathHistory:
-        """Count a use of what isn't a document, whose history lives as long as its node."""
+        """Count a use by a request that names no document there. Where nobody has named one,
+        the history lives as long as its node."""
         history = history or PathHistory()
-        if history.last_use != now or not history.uses:  # the other half of a cut node has it
-            self.model.use(history, now, kind)
+        if history.last_use != now or not history.uses:  # several nodes may share it
+            named = history.group >= Kind.DOCUMENT
+            self.model.use(history, now, Kind.DOCUMENT if named else kind)
         return history
 
     def expect(self, paths: Iterable[bytes]) -> None:

@@ -428,13 +428,17 @@ class TreeMachine(RuleBasedStateMachine):
         state = orjson.loads(orjson.dumps(tree.report()))
         assert state["known_documents"] == len(self.retrievals)
         if tree.settings.policy.uses_history:
-            # Whatever has left the tree in between.
-            histories = tree.histories._histories.values()
+            # Whatever has left the tree in between; requests that don't name a document may
+            # have used its path as well.
+            counts = sorted(h.counts[-1] for h in tree.histories._histories.values())
             decayed = [
                 sum(2 ** ((time - times[-1]) / HALF_LIVES[-1]) for time in times)
                 for times in self.uses.values()
             ]
-            assert sorted(h.counts[-1] for h in histories) == pytest.approx(sorted(decayed))
+            assert len(counts) == len(decayed)
+            for count, named in zip(counts, sorted(decayed), strict=True):
+                assert count > named - 0.01
+            assert (tree.histories.model._counts > -1e-6).all()
 
     def _check_tiers(self) -> None:
         tree = self.h.tree
