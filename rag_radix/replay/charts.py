@@ -24,9 +24,7 @@ def check_plottable(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ConfigError(
-            "--plot needs matplotlib: pip install matplotlib"
-        ) from None
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise ConfigError(
