@@ -13,6 +13,7 @@ from rag_radix.cost_model import PrefillCostTable, default_cost_table
 from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
 from rag_radix.knowledge_tree import KnowledgeTree
 from rag_radix.policies import DEFAULT_POLICY
+from rag_radix.profile.file import profile_mismatch
 from rag_radix.recording import TraceRecorder
 from rag_radix.settings import parse_settings
 from rag_radix.sglang_compat import (
@@ -49,9 +50,23 @@ def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
     policy = args.radix_eviction_policy
     if policy == "lru" and not args._radix_eviction_policy_explicitly_set:
         policy = DEFAULT_POLICY
-    tree = build_tree(ctx, policy, args.radix_eviction_policy_config)
+    config = args.radix_eviction_policy_config
+    tree = build_tree(ctx, policy, config)
     _log_start(tree, args)
+    if config and "cost_table" in config and ctx.tp_rank == 0:
+        _warn_of_foreign_profile(config["cost_table"], args)
     return tree
+
+
+def _warn_of_foreign_profile(path: str, args: Any) -> None:
+    served = {
+        "model": args.model_path,
+        "tp_size": args.tp_size,
+        "attention_backend": args.attention_backend,
+        "page_size": args.page_size,
+    }
+    if (difference := profile_mismatch(path, served)) is not None:
+        logger.warning("%s", difference)
 
 
 def build_tree(ctx: Any, policy: str, config: Mapping[str, Any] | None) -> KnowledgeTree:
@@ -135,14 +150,16 @@ def _log_start(tree: KnowledgeTree, args: Any) -> None:
         size = pool.logical_size * pool.size_per_token / 2**20
         tiers += f", host {pool.logical_size:,} tokens ({size:,.0f} MiB)"
         if args.hicache_write_policy != "write_back":
-            tiers += f"; copies to host at eviction, not by {args.hicache_write_policy}"
+            tiers += f"; --hicache-write-policy {args.hicache_write_policy} has no effect"
     else:
         tiers += ", no host tier (--enable-hierarchical-cache adds one)"
     logger.info(
-        "Knowledge tree: %s, policy %s with prefill cost from %s, page %d, %s",
+        "Knowledge tree: %s, policy %s with prefill cost from %s, copies %s%s, page %d, %s",
         type(tree).__name__,
         tree.settings.policy,
         tree.settings.cost_source,
+        "ahead of eviction" if tree.settings.swap_out == "eager" else "at eviction",
+        "" if tree.settings.max_depth is None else f", {tree.settings.max_depth} documents deep",
         tree.page_size,
         tiers,
     )

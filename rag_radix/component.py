@@ -51,7 +51,9 @@ class KnowledgeComponent(FullComponent):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        return self.device, self.host, self.duplicates
+        if self.policy.reclaims_duplicates:
+            return self.device, self.host, self.duplicates
+        return self.device, self.host
 
     def reset_tiers(self, now: int) -> None:
         for tier in self.tiers:
@@ -130,7 +132,7 @@ class KnowledgeComponent(FullComponent):
             chosen.add(node.id)
             parent: DocumentNode = node.parent
             if self.tree_core.is_host_leaf_without(parent, chosen):
-                self.host.rank_if_expired(parent)
+                self.host.refresh(parent)
                 heapq.heappush(bared, (*self.host.order(parent), parent))
         return leaves
 

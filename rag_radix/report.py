@@ -36,10 +36,13 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
         "policy": tree.settings.policy.name,
         "policy_settings": asdict(tree.settings.policy),  # type: ignore[call-overload]
         "prefill_cost": tree.settings.cost_source,
+        "swap_out": tree.settings.swap_out,
+        "max_depth": tree.settings.max_depth,
         "page_size": tree.page_size,
         "nodes": len(nodes),
         "tail_nodes": tails,
         "known_documents": len(tree.document_frequencies),
+        "known_paths": len(tree.histories),
         "device": {
             "capacity_tokens": allocator.size,
             "capacity_bytes": allocator.size * bytes_per_token,
@@ -59,6 +62,7 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "in_tokens": core.loaded_back_tokens,
             "in_bytes": core.loaded_back_tokens * bytes_per_token,
             "most_copies_of_a_node": max((node.host_copies for node in nodes), default=0),
+            "given_up_copies": sum(node.host_reclaims for node in nodes),
         },
         "requests": asdict(counters),
         "splits": core.splits,
