@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -39,7 +39,7 @@ class PathHistory:
         counts: Decayed uses as of `last_use`, by half-life.
         uses: All of them.
         last_use: Logical time of the last one.
-        expected: Requests that wait now and will use the path.
+        expected: Uses per retrieval that requests will make which wait now.
         group: Paths that are used alike: by kind, documents by their number of uses.
     """
 
@@ -49,7 +49,7 @@ class PathHistory:
         self.counts = (0.0,) * len(HALF_LIVES)
         self.uses = 0
         self.last_use = 0
-        self.expected = 0
+        self.expected = 0.0
         self.group = 0
 
     def record(self, now: int, kind: Kind = Kind.DOCUMENT) -> None:
@@ -173,14 +173,15 @@ class PathHistories:
             self.model.use(history, now, Kind.DOCUMENT if named else kind)
         return history
 
-    def expect(self, paths: Iterable[bytes]) -> None:
-        """Let the waiting requests' `paths` be the uses that are known to come."""
+    def expect(self, waiting: Sequence[Sequence[bytes]]) -> None:
+        """Let the uses that are known to come be those of the waiting requests' paths, all of
+        them within as many retrievals."""
         for history in self._expected:
-            history.expected = 0
-        known = (self._histories.get(path) for path in paths)
+            history.expected = 0.0
+        known = (self._histories.get(path) for paths in waiting for path in paths)
         self._expected = [history for history in known if history is not None]
         for history in self._expected:
-            history.expected += 1
+            history.expected += 1 / len(waiting)
 
     def clear(self) -> None:
         self._histories.clear()

@@ -303,8 +303,9 @@ class KnowledgeTree(UnifiedRadixCache):
     def _foresee(self) -> None:
         """Note which paths the waiting requests are going to use."""
         requests = islice(self.waiting(), _WAITING_CONSIDERED)
-        retrievals = ((req, Retrieval.of(req, self.settings.max_depth)) for req in requests)
-        self.histories.expect(path for req, it in retrievals for path in it.path_keys(req))
+        self.histories.expect(
+            [Retrieval.of(req, self.settings.max_depth).path_keys(req) for req in requests]
+        )
 
     def _has_evicted_enough(self, requested: Any, tracker: Any, targets: Any) -> bool:
         full = ComponentType.FULL

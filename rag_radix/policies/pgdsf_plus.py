@@ -14,8 +14,6 @@ from rag_radix.statistics import NodeStatistics
 _FIRST_AGE = 32
 # What loading a token back costs, of what computing it costs.
 _LOAD_SHARE = 0.02
-# A use that a waiting request will make, as a rate.
-_EXPECTED_RATE = 1 / 64
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,9 @@ class PgdsfPlus(ReplacementPolicy):
         return value
 
     def foreseen(self, statistics: NodeStatistics, clock: Clock) -> float:
-        if statistics.history is None or not statistics.history.expected:
+        if statistics.history is None:
             return 0.0
-        return statistics.mean_cost_per_token_s * statistics.history.expected * _EXPECTED_RATE
+        return statistics.mean_cost_per_token_s * statistics.history.expected
 
     def admits(
         self,
