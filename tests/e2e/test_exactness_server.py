@@ -49,6 +49,8 @@ class Setup:
 
 
 CHUNKED = ("--chunked-prefill-size", str(CHUNK_TOKENS))
+EAGER_PLUS = ("--radix-eviction-policy", "pgdsf-plus")
+EAGER_PLUS += ("--radix-eviction-policy-config", '{"swap_out": "eager"}')
 SETUPS = {
     setup.name: setup
     for setup in (
@@ -57,6 +59,7 @@ SETUPS = {
         Setup("paged-whole", "float32", 16, ("--disable-overlap-schedule",)),
         Setup("unpaged-whole-overlap", "float32", 1, ()),
         Setup("lru", "float32", 16, (*CHUNKED, "--radix-eviction-policy", "lru")),
+        Setup("pgdsf-plus", "float32", 16, (*CHUNKED, *EAGER_PLUS)),
         Setup("bf16", "bfloat16", 16, CHUNKED),
     )
 }

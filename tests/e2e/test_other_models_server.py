@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from e2e.cpu_server import running_server
 from e2e.exactness import ask, ask_all, assert_intact, make_prompts
@@ -31,13 +33,17 @@ def assert_cached_answers_equal_cold_ones(server):
     assert report["requests"]["host_hit_tokens"] > 0
 
 
-def test_two_ranks_decide_and_answer_alike(tmp_path):
+@pytest.mark.parametrize("policy", ["pgdsf", "pgdsf-plus", "adaptive"])
+@pytest.mark.parametrize("swap_out", ["on_evict", "eager"])
+def test_two_ranks_decide_and_answer_alike(tmp_path, policy, swap_out):
     # Every call into the tree is compared between the ranks, and a difference ends the server.
     env = {
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
         "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
     }
-    with running_server(make_tiny_llama(tmp_path), *FLAGS, "--tp-size", "2", env=env) as server:
+    flags = [*FLAGS, "--tp-size", "2", "--radix-eviction-policy", policy]
+    flags += ["--radix-eviction-policy-config", json.dumps({"swap_out": swap_out})]
+    with running_server(make_tiny_llama(tmp_path), *flags, env=env) as server:
         assert_cached_answers_equal_cold_ones(server)
 
 
