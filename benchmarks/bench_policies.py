@@ -96,10 +96,8 @@ def run(it: Replay) -> dict[str, float]:
 
 def claims(seeds: Iterable[int], requests: int, warm_up: int) -> Iterator[Replay]:
     for seed in seeds:
-        for label in ("lru", "lfu", "gdsf", "pgdsf", "pgdsf, node", "pgdsf-plus", PLUS_QUEUE):
-            yield Replay("mmlu-like", label, seed, requests, warm_up)
-        for label in ("lru", "pgdsf", "pgdsf, node", "pgdsf-plus", PLUS_QUEUE):
-            for workload in ("mmlu-hot", *DYNAMIC):
+        for workload in ("mmlu-like", "mmlu-hot", *DYNAMIC):
+            for label in ("lru", "pgdsf", "pgdsf, node", "pgdsf-plus", PLUS_QUEUE):
                 yield Replay(workload, label, seed, requests, warm_up)
 
 

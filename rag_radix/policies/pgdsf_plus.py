@@ -14,6 +14,9 @@ from rag_radix.statistics import NodeStatistics
 _FIRST_AGE = 32
 # What loading a token back costs, of what computing it costs.
 _LOAD_SHARE = 0.02
+# How much less than the node itself what it displaces must be worth: a copy isn't free, and
+# estimates of nearly equal nodes change places all the time.
+_DISPLACED_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class PgdsfPlus(ReplacementPolicy):
 
     - A node that has a host copy is worth only the load that the device saves.
     - A node goes to host only if its tokens, with those below it that would be lost too, are
-      worth more than what would have to leave the host for it.
+      clearly worth more than what would have to leave the host for it.
     - Room there is then made by giving up host copies of what the device has as well.
     - Uses by waiting requests are certain, and count as such.
     """
@@ -71,7 +74,9 @@ class PgdsfPlus(ReplacementPolicy):
         displaced: Sequence[NodeStatistics],
         clock: Clock,
     ) -> bool:
-        return not displaced or self._worth(kept, clock) > self._worth(displaced, clock)
+        if not displaced:
+            return True
+        return self._worth(displaced, clock) < _DISPLACED_SHARE * self._worth(kept, clock)
 
     def _worth(self, nodes: Sequence[NodeStatistics], clock: Clock) -> float:
         return sum(
