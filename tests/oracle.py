@@ -1,0 +1,372 @@
+"""What the knowledge tree should do with a trace, found by looking at everything every time.
+
+Documents are whole nodes and nothing is ever kept sorted: each victim is found by a scan over
+all nodes, each estimate by a sum over all uses. It shares no code with the tree but the trace
+and the cost table that both are given. One request is served after the other, token by token
+(page size 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rag_radix.replay.trace import TraceRequest
+
+DEVICE, HOST = "device", "host"
+FOREVER = float("inf")
+# SGLang computes what is on host rather than load fewer tokens.
+LOAD_BACK_THRESHOLD_TOKENS = 10
+
+
+class Served(NamedTuple):
+    """What one request found and did, and what both tiers hold afterwards, in tokens."""
+
+    device_hit: int
+    host_hit: int
+    swapped_out: int
+    on_device: int
+    on_host: int
+
+
+@dataclass(eq=False)
+class History:
+    """The times at which a path was used: of a document, a prompt's beginning or a tail."""
+
+    kind: str
+    uses: list[int] = field(default_factory=list)
+
+    @property
+    def group(self) -> tuple[str, float]:
+        """Alike used paths: documents by the number of their uses, up to 1, 2, 4, 8 or more."""
+        if self.kind != "document":
+            return self.kind, 0
+        return self.kind, next(end for end in (1, 2, 4, 8, FOREVER) if len(self.uses) <= end)
+
+    def decayed(self, now: int, half_life: float) -> float:
+        return float(sum(0.5 ** ((now - use) / half_life) for use in self.uses))
+
+
+@dataclass(eq=False)
+class Node:
+    """A document, the text between two, a question or an output, at its place."""
+
+    id: int
+    text: object
+    parent: Node | None
+    tokens: int
+    tail: bool = False
+    on_device: bool = True
+    on_host: bool = False
+    frequency: int = 0
+    document_frequency: int = 0
+    costs: list[float] = field(default_factory=list)
+    last_use: int = 0
+    history: History | None = None
+    children: dict[object, Node] = field(default_factory=dict)
+    # By tier: the priority, and the time until which it holds.
+    priority: dict[str, float] = field(default_factory=dict)
+    until: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> float:
+        return sum(self.costs) / len(self.costs) if self.costs else 0.0
+
+    @property
+    def uses(self) -> int:
+        return max(self.frequency, self.document_frequency)
+
+    def subtree(self) -> Iterator[Node]:
+        yield self
+        for child in self.children.values():
+            yield from child.subtree()
+
+
+class OraclePolicy:
+    """Priorities; the lowest goes first."""
+
+    gives_up_duplicates = False
+
+    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
+        raise NotImplementedError
+
+    def holds_until(self, node: Node, oracle: Oracle) -> float:
+        return FOREVER
+
+    def seen(self, node: Node, oracle: Oracle) -> None:
+        """A node is inserted or used."""
+
+    def retrieved(self, oracle: Oracle) -> None:
+        """A retrieval begins to count."""
+
+    def used(self, history: History, oracle: Oracle) -> None:
+        history.uses.append(oracle.now)
+
+    def admits(self, kept: list[Node], displaced: list[Node], oracle: Oracle) -> bool:
+        return True
+
+
+class Oracle:
+    """Two tiers of whole nodes.
+
+    Args:
+        policy: Which node leaves next.
+        device_tokens: What the device holds.
+        host_tokens: What the host holds.
+        cost: Prefill seconds of (cached, new) tokens.
+    """
+
+    def __init__(
+        self,
+        policy: OraclePolicy,
+        device_tokens: int,
+        host_tokens: int,
+        cost: Callable[[int, int], float],
+    ) -> None:
+        self.policy = policy
+        self._capacity = {DEVICE: device_tokens, HOST: host_tokens}
+        self._cost = cost
+        self.now = 0
+        self.clock = {DEVICE: 0.0, HOST: 0.0}
+        self._ids = 0
+        self._root = Node(0, None, None, 0)
+        self._in_use: set[Node] = set()
+        self._being_copied: set[Node] = set()
+        self._retrieved: dict[object, int] = {}
+        self._paths: dict[object, History] = {}
+        self._swapped_out = 0
+
+    def serve(self, request: TraceRequest) -> Served:
+        swapped_out = self._swapped_out
+        path = self._match(request)
+        on_host = [node for node in path if not node.on_device]
+        host_hit = sum(node.tokens for node in on_host)
+        if 0 < host_hit < LOAD_BACK_THRESHOLD_TOKENS:
+            path, host_hit = path[: -len(on_host)], 0
+        device_hit = sum(node.tokens for node in path) - host_hit
+        self._in_use = set(path)
+        self._make_room(host_hit)
+        for node in path:
+            node.on_device = True
+        self._make_room(request.prompt_tokens - device_hit - host_hit)
+        path = self._insert(request, path)
+        self._count(request, path, device_hit + host_hit)
+        self._in_use = set(path)
+        if (output := request.output_tokens - 1) > 0:
+            self._make_room(output)
+            node = self._new_node(path[-1], "output", output, tail=True)
+            node.costs.append(self._cost(request.prompt_tokens, output) / output)
+            node.history = History("tail")
+            self.policy.used(node.history, self)
+            self._rank(node)
+        self._in_use = set()
+        return Served(
+            device_hit,
+            host_hit,
+            self._swapped_out - swapped_out,
+            self._capacity[DEVICE] - self._free(DEVICE),
+            self._capacity[HOST] - self._free(HOST),
+        )
+
+    # Prompts
+
+    @staticmethod
+    def _texts(request: TraceRequest) -> Iterator[tuple[object, int]]:
+        """The texts that a prompt is made of, but the question, and their tokens."""
+        end = 0
+        for gap, document in enumerate(request.documents):
+            if document.start > end:
+                yield (request.namespace, gap, document.start - end), document.start - end
+            yield (
+                (request.namespace, document.id, document.version),
+                document.end - document.start,
+            )
+            end = document.end
+
+    def _match(self, request: TraceRequest) -> list[Node]:
+        path: list[Node] = []
+        node = self._root
+        for text, _ in self._texts(request):
+            if text not in node.children:
+                break
+            node = node.children[text]
+            path.append(node)
+        return path
+
+    def _insert(self, request: TraceRequest, path: list[Node]) -> list[Node]:
+        path, node, end = [], self._root, 0
+        for text, tokens in self._texts(request):
+            if text not in node.children:
+                self._new_node(node, text, tokens)
+            node = node.children[text]
+            node.on_device = True
+            path.append(node)
+            end += tokens
+        return [*path, self._new_node(node, self.now, request.prompt_tokens - end, tail=True)]
+
+    def _new_node(self, parent: Node, text: object, tokens: int, *, tail: bool = False) -> Node:
+        self._ids += 1
+        node = Node(self._ids, text, parent, tokens, tail, last_use=self.now)
+        parent.children[text] = node
+        self._rank(node)
+        return node
+
+    def _count(self, request: TraceRequest, path: list[Node], hit: int) -> None:
+        self.now += 1
+        self.policy.retrieved(self)
+        new_tokens = request.prompt_tokens - hit
+        cost_per_token_s = self._cost(hit, new_tokens) / new_tokens
+        spans = iter(request.documents)
+        span = next(spans, None)
+        above: History | None = None
+        end = 0
+        for node in path:
+            start, end = end, end + node.tokens
+            node.frequency += 1
+            node.last_use = self.now
+            if span is not None and start == span.start:
+                document = request.namespace, span.id, span.version
+                self._retrieved[document] = self._retrieved.get(document, 0) + 1
+                node.document_frequency = self._retrieved[document]
+                place = self._place(node)
+                above = node.history = self._paths.setdefault(place, History("document"))
+                self.policy.used(above, self)
+                span = next(spans, None)
+            elif above is not None and not node.tail:
+                node.history = above
+            else:
+                node.history = node.history or History("tail" if node.tail else "prefix")
+                self.policy.used(node.history, self)
+            if end > hit:
+                node.costs.append(cost_per_token_s)
+            self._rank(node)
+
+    @staticmethod
+    def _place(node: Node | None) -> tuple[object, ...]:
+        place = []
+        while node is not None:
+            place.append(node.text)
+            node = node.parent
+        return tuple(place)
+
+    def forget(self, history: History) -> None:
+        """The path is a new one when it comes again; nodes keep what they know."""
+        self._paths = {place: each for place, each in self._paths.items() if each is not history}
+
+    # Priorities
+
+    def _rank(self, node: Node) -> None:
+        self.policy.seen(node, self)
+        self._rank_in(node, DEVICE)
+        self._rank_in(node, HOST)
+        node.priority["duplicate"] = -node.priority[DEVICE]
+
+    def _rank_in(self, node: Node, tier: str) -> None:
+        node.priority[tier] = self.policy.priority(node, tier, self)
+        node.until[tier] = self.policy.holds_until(node, self)
+
+    def _order(self, node: Node, tier: str) -> tuple[float, int]:
+        if node.until[tier] <= self.now:
+            self._rank_in(node, tier)
+        return node.priority[tier], node.id
+
+    def _notice(self, node: Node | None, tier: str) -> None:
+        """A node that becomes a leaf, though it isn't the next victim."""
+        if node is not None and node in self._leaves(tier):
+            self._order(node, tier)
+
+    def _leaves(self, tier: str) -> list[Node]:
+        found = []
+        for node in self._root.subtree():
+            if node is self._root or node in self._in_use:
+                continue
+            if tier == DEVICE:
+                leaf = node.on_device and not any(c.on_device for c in node.children.values())
+            else:
+                leaf = not node.on_device and not node.children and node not in self._being_copied
+            if leaf:
+                found.append(node)
+        return found
+
+    # Eviction
+
+    def _free(self, tier: str) -> int:
+        held = (node.on_device if tier == DEVICE else node.on_host for node in self._nodes())
+        tokens = (node.tokens for node in self._nodes())
+        return self._capacity[tier] - sum(t for t, on in zip(tokens, held, strict=True) if on)
+
+    def _nodes(self) -> Iterator[Node]:
+        return self._root.subtree()
+
+    def _make_room(self, tokens: int) -> None:
+        while self._free(DEVICE) < tokens:
+            victim = min(self._leaves(DEVICE), key=lambda node: self._order(node, DEVICE))
+            if victim.on_host or (not victim.tail and self._copy(victim)):
+                victim.on_device = False
+                self._notice(victim, HOST)
+            else:
+                self._drop(victim)
+            self._notice(victim.parent, DEVICE)
+            self.clock[DEVICE] = max(self.clock[DEVICE], victim.priority[DEVICE])
+        self._being_copied.clear()
+
+    def _drop(self, node: Node) -> None:
+        if node.children:
+            self._being_copied.clear()
+        assert node.parent is not None
+        del node.parent.children[node.text]
+        self._notice(node.parent, HOST)
+
+    def _copy(self, node: Node) -> bool:
+        missing = node.tokens - self._free(HOST)
+        if node.tokens > self._capacity[HOST]:
+            return False
+        leaves = self._host_victims(missing)
+        duplicates = self._duplicates(missing)
+        if sum(each.tokens for each in leaves + duplicates) < missing:
+            return False
+        if not self.policy.admits(list(node.subtree()), leaves, self):
+            return False
+        for each in duplicates:
+            each.on_host = False
+            self._rank(each)
+        for each in leaves:
+            if self._free(HOST) < node.tokens:
+                self._order(each, HOST)
+                self._drop(each)
+                self.clock[HOST] = max(self.clock[HOST], each.priority[HOST])
+        node.on_host = True
+        self._being_copied.add(node)
+        self._swapped_out += node.tokens
+        self._rank_in(node, HOST)
+        if self.policy.gives_up_duplicates:
+            self._rank_in(node, DEVICE)
+        return True
+
+    def _host_victims(self, missing: int) -> list[Node]:
+        chosen: list[Node] = []
+        while sum(node.tokens for node in chosen) < missing:
+            candidates = [node for node in self._leaves(HOST) if node not in chosen]
+            for parent in {node.parent for node in chosen}:
+                assert parent is not None
+                if (
+                    not (parent.on_device or parent in self._in_use or parent in self._being_copied)
+                    and parent not in chosen
+                    and all(child in chosen for child in parent.children.values())
+                ):
+                    candidates.append(parent)
+            if not candidates:
+                break
+            chosen.append(min(candidates, key=lambda node: self._order(node, HOST)))
+        return chosen
+
+    def _duplicates(self, missing: int) -> list[Node]:
+        if not self.policy.gives_up_duplicates:
+            return []
+        both = [node for node in self._root.subtree() if node.on_device and node.on_host]
+        chosen: list[Node] = []
+        for node in sorted(both, key=lambda node: (node.priority["duplicate"], node.id)):
+            if sum(each.tokens for each in chosen) < missing:
+                chosen.append(node)
+        return chosen

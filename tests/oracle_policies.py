@@ -1,0 +1,145 @@
+"""The policies once more, from what their descriptions say, for the oracle."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+from oracle import DEVICE, HOST, History, Node, Oracle, OraclePolicy
+
+
+class Lru(OraclePolicy):
+    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
+        return node.last_use
+
+
+class Pgdsf(OraclePolicy):
+    def __init__(self, frequency: str) -> None:
+        self._frequency = frequency
+
+    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
+        frequency = node.frequency if self._frequency == "node" else node.uses
+        return oracle.clock[tier] + frequency * node.cost
+
+
+class Adaptive(OraclePolicy):
+    """Scores as of now: nothing holds."""
+
+    def __init__(self, alpha: float = 0.5, beta: float = 0.3, gamma: float = 0.2) -> None:
+        self._weights = alpha, beta, gamma
+        self._most_uses = self._most_tokens = 1
+        # Frequency scales and the times from which they apply.
+        self._scales = [(0, 1)]
+
+    def seen(self, node: Node, oracle: Oracle) -> None:
+        self._most_uses = max(self._most_uses, node.uses)
+        self._most_tokens = max(self._most_tokens, node.tokens)
+        applies_from, scale = self._scales[-1]
+        if applies_from <= oracle.now and scale < self._most_uses:
+            self._scales.append((oracle.now + max(1, oracle.now // 16), self._most_uses))
+
+    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
+        alpha, beta, gamma = self._weights
+        scale = next(scale for start, scale in reversed(self._scales) if start <= oracle.now)
+        frequency, size = node.uses / scale, node.tokens / self._most_tokens
+        # All times `now`: two scores that are equal but for rounding must be so here, too.
+        return (alpha * frequency - gamma * size) * oracle.now + beta * node.last_use
+
+    def holds_until(self, node: Node, oracle: Oracle) -> float:
+        return 0
+
+
+class PgdsfPlus(OraclePolicy):
+    """Prefill seconds saved by a token at the rate at which its path is expected to be used.
+
+    Args:
+        ghosts: Document paths whose history is remembered.
+    """
+
+    gives_up_duplicates = True
+    half_lives = (150.0, 3_000.0, 50_000.0)
+
+    def __init__(self, ghosts: int) -> None:
+        self._ghosts = ghosts
+        self._histories: list[History] = []
+        # By group and half-life: uses that were attributed and predicted, of late.
+        self._attributed: dict[tuple[tuple[str, float], float], float] = {}
+        self._predicted: dict[tuple[tuple[str, float], float], float] = {}
+        self._published_at = 1
+        self._published: dict[tuple[tuple[str, float], float], float] = {}
+
+    def retrieved(self, oracle: Oracle) -> None:
+        for evidence in self._attributed, self._predicted:
+            for key in evidence:
+                evidence[key] *= 0.5 ** (1 / 1_000)
+        for history in self._histories:
+            for half_life in self.half_lives:
+                key = history.group, half_life
+                expected = history.decayed(oracle.now, half_life) * self._share(
+                    oracle.now, half_life
+                )
+                self._predicted[key] = self._predicted.get(key, 0.0) + expected
+        if oracle.now - self._published_at >= min(500, self._published_at):
+            self._published_at = oracle.now
+            self._published = {key: self._weight(*key) for key in self._predicted}
+
+    def _weight(self, group: tuple[str, float], half_life: float) -> float:
+        attributed = self._attributed.get((group, half_life), 0.0)
+        predicted = self._predicted.get((group, half_life), 0.0)
+        return (attributed + 10 / 3) / (predicted + 10)
+
+    @staticmethod
+    @cache
+    def _share(retrievals: int, half_life: float) -> float:
+        """One over what a path that every retrieval used would count."""
+        total: float = sum(0.5 ** (age / half_life) for age in range(retrievals))
+        return 1 / total
+
+    def _rates(self, history: History, age_from: int) -> list[float]:
+        return [
+            self._published.get((history.group, half_life), 1 / 3)
+            * self._share(self._published_at, half_life)
+            * history.decayed(age_from, half_life)
+            for half_life in self.half_lives
+        ]
+
+    def used(self, history: History, oracle: Oracle) -> None:
+        if history in self._histories:
+            rates = self._rates(history, oracle.now)
+            for half_life, rate in zip(self.half_lives, rates, strict=True):
+                key = history.group, half_life
+                self._attributed[key] = self._attributed.get(key, 0.0) + rate / sum(rates)
+            self._histories.remove(history)
+        self._histories.append(history)
+        super().used(history, oracle)
+        paths = [each for each in self._histories if each.kind == "document"]
+        if len(paths) > self._ghosts:
+            self._histories.remove(paths[0])
+            oracle.forget(paths[0])
+
+    @staticmethod
+    def _ages(age: int) -> tuple[int, int]:
+        """The grid's cell: 0, 32, 45, 64, 90 and so on."""
+        grid = [0]
+        for power in range(5, 40):
+            grid += [1 << power, ((1 << power) * 181) // 128]
+        return next((low, high) for low, high in pairwise(grid) if low <= age < high)
+
+    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
+        if node.history is None or not node.history.uses:
+            return 0.0
+        last = node.history.uses[-1]
+        age, _ = self._ages(oracle.now - last)
+        value = node.cost * sum(self._rates(node.history, last + age))
+        return value * 0.02 if tier == DEVICE and node.on_host else value
+
+    def holds_until(self, node: Node, oracle: Oracle) -> float:
+        last = node.history.uses[-1] if node.history and node.history.uses else node.last_use
+        return last + self._ages(oracle.now - last)[1]
+
+    def admits(self, kept: list[Node], displaced: list[Node], oracle: Oracle) -> bool:
+        gain, loss = (
+            sum(node.tokens * self.priority(node, HOST, oracle) for node in nodes)
+            for nodes in (kept, displaced)
+        )
+        return not displaced or loss < 0.8 * gain

@@ -1,0 +1,104 @@
+"""The tree finds and moves what an independent slow model of it does, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from oracle import Oracle, OraclePolicy, Served
+from oracle_policies import Adaptive, Lru, Pgdsf, PgdsfPlus
+
+from rag_radix.replay.driver import knowledge_tree_replayer
+from rag_radix.replay.reference_cost import a10g_mistral_cost_table
+from rag_radix.replay.trace import TraceRequest
+from rag_radix.replay.workloads import generate
+
+COST = a10g_mistral_cost_table()
+GHOSTS = 1 << 16
+
+POLICIES: dict[str, tuple[str, dict[str, Any], Callable[[], OraclePolicy]]] = {
+    "lru": ("lru", {}, Lru),
+    "pgdsf-node": ("pgdsf", {"frequency": "node"}, lambda: Pgdsf("node")),
+    "pgdsf-document": ("pgdsf", {"frequency": "document"}, lambda: Pgdsf("document")),
+    "adaptive": ("adaptive", {}, Adaptive),
+    "pgdsf-plus": ("pgdsf-plus", {}, lambda: PgdsfPlus(GHOSTS)),
+}
+
+
+def small_trace(workload: str, seed: int, requests: int, k: int = 2) -> list[TraceRequest]:
+    """Two tenants, few and short documents."""
+    trace = generate(
+        workload, requests=requests, seed=seed, k=k, documents=90, mean_document_tokens=60
+    )
+    return [replace(each, namespace="b" * (i % 3 == 0)) for i, each in enumerate(trace)]
+
+
+def compare(
+    name: str,
+    trace: list[TraceRequest],
+    *,
+    device: int = 1000,
+    host: int = 2000,
+    ghosts: int | None = None,
+) -> int:
+    """Serve `trace` on both; returns the tokens that were found."""
+    policy, config, make = POLICIES[name]
+    oracle = Oracle(make() if ghosts is None else PgdsfPlus(ghosts), device, host, COST)
+    found = 0
+    with knowledge_tree_replayer(
+        policy,
+        config,
+        device_tokens=device,
+        host_tokens=host,
+        longest_request_tokens=device,
+        cost=COST,
+        page_size=1,
+    ) as it:
+        if ghosts is not None:
+            it.tree.histories._capacity = ghosts
+        host_pool = it.tree.cache_controller.mem_pool_host if host else None
+        for index, request in enumerate(trace):
+            expected = oracle.serve(request)
+            served = it.serve(request)
+            actual = Served(
+                served.device_hit_tokens,
+                served.host_hit_tokens,
+                served.swapped_out_tokens,
+                device - it.tree.token_to_kv_pool_allocator.available_size(),
+                host - host_pool.available_size() if host_pool else 0,
+            )
+            assert actual == expected, (index, request)
+            found += served.hit_tokens
+        it.tree.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize(("workload", "seed"), [("mmlu-like", 11), ("drift-burst", 21)])
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_request_finds_and_moves_the_same(name, workload, seed):
+    assert compare(name, small_trace(workload, seed, 150)) > 0
+
+
+@pytest.mark.parametrize("name", ["adaptive", "pgdsf-plus"])
+def test_a_host_tier_that_holds_two_documents(name):
+    assert compare(name, small_trace("mmlu-like", 41, 150), host=300) > 0
+
+
+def test_ghosts_that_are_forgotten():
+    assert compare("pgdsf-plus", small_trace("drift-burst", 31, 150), ghosts=40) > 0
+
+
+def test_without_a_host_tier():
+    assert compare("pgdsf-plus", small_trace("mmlu-like", 31, 100), host=0) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [300, 2000, 5000])
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("workload", ["mmlu-like", "drift-burst", "update-heavy", "hotpot-like"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_longer_traces_of_several_shapes(name, workload, k, host):
+    trace = small_trace(workload, 100 * k + host, 300, k=k)
+    assert compare(name, trace, device=2500, host=host) > 0
