@@ -179,7 +179,7 @@ def _run(options: argparse.Namespace) -> None:
             for gib in _numbers(options.host_gib, "--host-gib")
         ]
     total = len(requests) * len(device_sizes) * len(host_sizes)
-    with tqdm(total=total, unit=" requests") as bar:
+    with tqdm(total=total, unit=" requests", disable=None) as bar:
         cells = plan(
             requests,
             variants[0],

@@ -175,7 +175,7 @@ def _run(options: argparse.Namespace) -> None:
         requests = read_requests(options, seed)
         warm_up = warm_up_of(options, len(requests))
         total = len(requests) * len(with_baseline(variants))
-        with tqdm(total=total, unit=" requests", desc=f"seed {seed}") as bar:
+        with tqdm(total=total, unit=" requests", desc=f"seed {seed}", disable=None) as bar:
             runs.append(
                 simulate(requests, variants, server, warm_up=warm_up, on_request=bar.update)
             )
