@@ -277,17 +277,15 @@ class Oracle:
             self._order(node, tier)
 
     def _leaves(self, tier: str) -> list[Node]:
-        found = []
-        for node in self._root.subtree():
-            if node is self._root or node in self._in_use:
-                continue
-            if tier == DEVICE:
-                leaf = node.on_device and not any(c.on_device for c in node.children.values())
-            else:
-                leaf = not node.on_device and not node.children and node not in self._being_copied
-            if leaf:
-                found.append(node)
-        return found
+        is_leaf = self._is_device_leaf if tier == DEVICE else self._is_host_leaf
+        return [node for node in self._nodes() if is_leaf(node)]
+
+    def _is_device_leaf(self, node: Node) -> bool:
+        busy = node is self._root or node in self._in_use
+        return node.on_device and not busy and not any(c.on_device for c in node.children.values())
+
+    def _is_host_leaf(self, node: Node) -> bool:
+        return self._is_host_leaf_without(node, [])
 
     # Eviction
 
@@ -346,25 +344,25 @@ class Oracle:
 
     def _host_victims(self, missing: int) -> list[Node]:
         chosen: list[Node] = []
-        while sum(node.tokens for node in chosen) < missing:
-            candidates = [node for node in self._leaves(HOST) if node not in chosen]
-            for parent in {node.parent for node in chosen}:
-                assert parent is not None
-                if (
-                    not (parent.on_device or parent in self._in_use or parent in self._being_copied)
-                    and parent not in chosen
-                    and all(child in chosen for child in parent.children.values())
-                ):
-                    candidates.append(parent)
-            if not candidates:
-                break
-            chosen.append(min(candidates, key=lambda node: self._order(node, HOST)))
+        candidates = self._leaves(HOST)
+        while candidates and sum(node.tokens for node in chosen) < missing:
+            node = min(candidates, key=lambda node: self._order(node, HOST))
+            candidates.remove(node)
+            chosen.append(node)
+            if (parent := node.parent) and self._is_host_leaf_without(parent, chosen):
+                self._order(parent, HOST)
+                candidates.append(parent)
         return chosen
+
+    def _is_host_leaf_without(self, node: Node, chosen: list[Node]) -> bool:
+        busy = node is self._root or node in self._in_use or node in self._being_copied
+        bare = all(child in chosen for child in node.children.values())
+        return node.on_host and not node.on_device and not busy and bare
 
     def _duplicates(self, missing: int) -> list[Node]:
         if not self.policy.gives_up_duplicates:
             return []
-        both = [node for node in self._root.subtree() if node.on_device and node.on_host]
+        both = [node for node in self._nodes() if node.on_device and node.on_host]
         chosen: list[Node] = []
         for node in sorted(both, key=lambda node: (node.priority["duplicate"], node.id)):
             if sum(each.tokens for each in chosen) < missing:

@@ -95,8 +95,7 @@ def test_without_a_host_tier():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [300, 2000, 5000])
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize(("k", "host"), [(1, 300), (2, 2000), (4, 5000)])
 @pytest.mark.parametrize("workload", ["mmlu-like", "drift-burst", "update-heavy", "hotpot-like"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_longer_traces_of_several_shapes(name, workload, k, host):
