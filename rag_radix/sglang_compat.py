@@ -119,6 +119,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "_is_host_leaf": ("self", "node"),
             "_remove_leaf_from_parent": ("self", "node"),
             "begin_insert": ("self", "params"),
+            "insert_host": ("self", "node_id", "key", "host_value", "hash_value"),
             "_advance_insert": ("self",),
             "demote": ("self", "node_id"),
             "finish_write_through": ("self", "node_ids", "ack_id"),

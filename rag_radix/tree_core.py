@@ -202,6 +202,16 @@ class KnowledgeTreeCore(UnifiedTreeCore):
             self.rank(parent)
         return parent
 
+    def insert_host(self, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's; a node that a storage backend brings comes in here."""
+        result = super().insert_host(*args, **kwargs)
+        if result.inserted_host_node is not None:
+            node = self.node_by_id(result.inserted_host_node)
+            if not node.statistics.tokens:
+                node.statistics.tokens = len(node.key)
+                self.rank(node)
+        return result
+
     def _split_node(self, key: Any, child: DocumentNode, split_len: int) -> tuple[Any, Any]:
         """Both halves were used alike, so both keep all statistics; the lower half keeps the
         documents that end there."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
 from tree_harness import harness
 from unit.tree.prompts import document, prompt
 
+from rag_radix.policies.base import TierName
 from rag_radix.statistics import DocumentFrequencies, DocumentKey
 
 
@@ -304,3 +306,17 @@ def test_a_request_does_not_match_its_own_chunks():
     with harness(device_tokens=1000) as h:
         h.serve(*prompt("a", question_tokens=100), chunk=16)
         assert not any(n.matched for n in h.nodes())
+
+
+def test_a_node_that_a_storage_backend_brings_is_ranked_like_any_other():
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    with harness(device_tokens=400, host_tokens=400) as h:
+        core, pool = h.tree.tree_core, h.tree.cache_controller.mem_pool_host
+        key = RadixKey(array("q", document("stored")), None)
+        result = core.insert_host(core.root_node.id, key, pool.alloc(40), [])
+        node = core.node_by_id(result.inserted_host_node)
+        assert node.statistics.tokens == 40
+        assert node in core.evictable_host_leaves
+        assert node.offered[TierName.HOST] == node.ranks[TierName.HOST]
+        assert h.tree.component.host.pop() is node
