@@ -45,16 +45,8 @@ from typing import Any
 
 import psutil
 import torch
-from tree_driver import (
-    KNOWLEDGE,
-    SMALL_TOKENS,
-    STOCK_CORES,
-    Prompt,
-    Served,
-    TreeDriver,
-    Workload,
-    server_arguments,
-)
+from tree_driver import KNOWLEDGE, STOCK_CORES, Served, TreeDriver, server_arguments
+from tree_workload import SMALL_TOKENS, Prompt, Workload
 
 from rag_radix.policies import DEFAULT_POLICY, POLICIES
 

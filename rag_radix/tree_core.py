@@ -167,8 +167,8 @@ class KnowledgeTreeCore(UnifiedTreeCore):
             self._cuts, self._above = (), None
 
     def begin_insert(self, params: Any) -> Any:
-        """SGLang's, but the walk need not begin at the root: matching 8k tokens once more,
-        three times a request, costs more than all else."""
+        """SGLang's, but the walk need not begin at the root: a request inserts three times,
+        and to match its 8k tokens again each time is most of what that costs."""
         start = self._above_tokens
         if (
             self._above is None

@@ -8,6 +8,7 @@ and the cost table that both are given. One request is served after the other, t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -83,21 +84,21 @@ class Node:
             yield from child.subtree()
 
 
-class OraclePolicy:
+class OraclePolicy(ABC):
     """Priorities; the lowest goes first."""
 
     gives_up_duplicates = False
 
-    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def priority(self, node: Node, tier: str, oracle: Oracle) -> float: ...
 
     def holds_until(self, node: Node, oracle: Oracle) -> float:
         return FOREVER
 
-    def seen(self, node: Node, oracle: Oracle) -> None:
+    def seen(self, node: Node, oracle: Oracle) -> None:  # noqa: B027 - most need not know
         """A node is inserted or used."""
 
-    def retrieved(self, oracle: Oracle) -> None:
+    def retrieved(self, oracle: Oracle) -> None:  # noqa: B027
         """A retrieval begins to count."""
 
     def used(self, history: History, oracle: Oracle) -> None:
