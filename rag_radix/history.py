@@ -41,9 +41,10 @@ class PathHistory:
         last_use: Logical time of the last one.
         expected: Uses per retrieval that requests will make which wait now.
         group: Paths that are used alike: by kind, documents by their number of uses.
+        is_predicted: Whether the model counts on uses of it.
     """
 
-    __slots__ = ("counts", "expected", "group", "last_use", "uses")
+    __slots__ = ("counts", "expected", "group", "is_predicted", "last_use", "uses")
 
     def __init__(self) -> None:
         self.counts = (0.0,) * len(HALF_LIVES)
@@ -51,6 +52,7 @@ class PathHistory:
         self.last_use = 0
         self.expected = 0.0
         self.group = 0
+        self.is_predicted = False
 
     def record(self, now: int, kind: Kind = Kind.DOCUMENT) -> None:
         """Count a use at logical time `now`."""
@@ -119,7 +121,7 @@ class ReuseModel:
 
     def use(self, history: PathHistory, now: int, kind: Kind) -> None:
         """Learn from a use at `now`, and record it in `history`."""
-        if history.uses:
+        if history.is_predicted:
             counts = history.counts_at(now)
             self._counts[history.group] -= counts
             predicted = [
@@ -128,10 +130,13 @@ class ReuseModel:
             if (total := sum(predicted)) > 0:
                 self._attributed[history.group] += np.array(predicted) / total
         history.record(now, kind)
+        history.is_predicted = True
         self._counts[history.group] += history.counts
 
     def forget(self, history: PathHistory, now: int) -> None:
-        """Expect no use of a path whose history is given up."""
+        """Expect no use of a path whose history is given up, until a node that still holds it
+        is used."""
+        history.is_predicted = False
         self._counts[history.group] -= history.counts_at(now)
 
 

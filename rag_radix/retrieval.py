@@ -80,7 +80,7 @@ class Retrieval:
     def path_keys(self, req: Any) -> list[bytes]:
         """By document that gets a node of its own: identifies the prompt up to its end, in
         its namespace."""
-        if not self.keys:
+        if self.kept_documents and not self.keys:
             namespace = repr((req.extra_key, req.cache_salt)).encode()
             path = blake2b(digest_size=16, key=blake2b(namespace).digest())
             tokens, start = memoryview(array("q", req.origin_input_ids)), 0

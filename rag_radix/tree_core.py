@@ -174,6 +174,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
             self._above is None
             or not 0 < start <= len(params.key)
             or params.rotation_base is not None
+            or params.track_adopted_ranges
         ):
             return super().begin_insert(params)
         self._ongoing_insert_walk_state = InsertWalkState(

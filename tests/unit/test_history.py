@@ -119,3 +119,19 @@ def test_a_use_that_names_no_document_counts_once_however_many_nodes_share_it():
     assert (named.uses, named.group) == (2, Kind.DOCUMENT + 1)
     own = histories.record_unnamed(None, Kind.PREFIX, 5)
     assert (own.uses, own.group) == (1, Kind.PREFIX)
+
+
+def test_a_forgotten_history_that_a_node_still_holds_is_not_subtracted_twice():
+    histories = PathHistories(capacity=2)
+    histories.model.advance(1)
+    held = histories.record(b"held", 1)
+    for now, path in enumerate([b"a", b"b", b"c"], 2):
+        histories.model.advance(now)
+        histories.record(path, now)
+    histories.record_unnamed(held, Kind.TAIL, 4)
+    assert held.uses == 2
+    live = [*histories._histories.values(), held]
+    for index in range(len(HALF_LIVES)):
+        expected = sum(history.counts_at(4)[index] for history in live)
+        assert histories.model._counts[:, index].sum() == pytest.approx(expected)
+    assert (histories.model._counts >= 0).all()
