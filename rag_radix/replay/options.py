@@ -132,6 +132,11 @@ def parse_variants(policies: str, config: str | None) -> list[PolicyVariant]:
     if not isinstance(common, dict):
         raise ConfigError(f"--policy-config {config!r} must be a JSON object")
     variants = [_variant(label.strip(), common) for label in policies.split(",") if label.strip()]
+    for variant in variants:
+        if "trace" in variant.config:
+            raise ConfigError(
+                f"trace={variant.config['trace']!r}: a replay writes no trace, a server does"
+            )
     if not variants:
         raise ConfigError(f"--policy names no policy: use some of {', '.join(sorted(POLICIES))}")
     return variants

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from rag_radix.errors import ConfigError
 from rag_radix.replay.bound import Bound, clairvoyant_bound
 from rag_radix.replay.options import (
     add_server_options,
@@ -135,14 +136,18 @@ def add_simulate_command(subparsers: Any) -> None:
     add_trace_options(parser)
     parser.add_argument("--seeds", metavar="S,...", help="several seeds: mean and spread")
     parser.add_argument("--gpu-tokens", type=int, required=True, metavar="N")
-    parser.add_argument("--host-gib", type=float, default=0.0, metavar="X")
+    parser.add_argument("--host-gib", type=float, default=0.0, metavar="X", help="(0: none)")
     parser.add_argument(
         "--policy",
         default="pgdsf",
         metavar="A,B,...",
         help="policies, with settings like pgdsf:frequency=node; lru always runs as well",
     )
-    parser.add_argument("--policy-config", metavar="JSON", help="settings of all of them")
+    parser.add_argument(
+        "--policy-config",
+        metavar="JSON",
+        help="settings of all but the lru that they are compared with",
+    )
     add_server_options(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a chart, e.g. policies.png")
     parser.add_argument(
@@ -168,7 +173,9 @@ def _run(options: argparse.Namespace) -> None:
         queue=options.queue,
     )
     seeds = [options.seed]
-    if options.seeds and options.workload:
+    if options.seeds and not options.workload:
+        raise ConfigError(f"--seeds {options.seeds}: a --trace has no seed")
+    if options.seeds:
         seeds = [int(seed) for seed in options.seeds.split(",")]
     runs = []
     for seed in seeds:

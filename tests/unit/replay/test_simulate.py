@@ -170,3 +170,19 @@ def test_an_unknown_workload_lists_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         main(["simulate", "--workload", "nonsense", *SMALL])
     assert "mmlu-like" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "pgdsf:trace=t.jsonl"], "a replay writes no trace"),
+        (["--policy-config", '{"trace": "t.jsonl"}'], "a replay writes no trace"),
+        (["--seeds", "1,2"], "--seeds 1,2: a --trace has no seed"),
+    ],
+)
+def test_what_a_replay_cannot_do_is_refused(arguments, said, tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    path.write_text("")
+    assert main(["simulate", "--trace", str(path), "--gpu-tokens", "1000", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert path.read_text() == ""
