@@ -12,6 +12,10 @@ from rag_radix.policies import ReplacementPolicy, make_policy
 
 SwapOutMode = Literal["on_evict", "eager"]
 
+DEFAULT_REORDER_WINDOW = 32
+# Requests prefilled together, as in the RAGCache paper's experiments.
+DEFAULT_MAX_PREFILL_BS = 4
+
 
 @dataclass(frozen=True)
 class TreeSettings:
@@ -25,6 +29,9 @@ class TreeSettings:
             its prefill, so that an eviction never waits.
         max_depth: Documents of a prompt that get nodes of their own; None for all.
         trace: File to which each request is appended, without texts.
+        reorder_window: How many younger requests may be served before a waiting one; 0
+            serves them as `--schedule-policy` says.
+        max_prefill_bs: Waiting requests from which on speculative ones are refused.
     """
 
     policy: ReplacementPolicy
@@ -33,6 +40,8 @@ class TreeSettings:
     swap_out: SwapOutMode = "on_evict"
     max_depth: int | None = None
     trace: str | None = None
+    reorder_window: int = DEFAULT_REORDER_WINDOW
+    max_prefill_bs: int = DEFAULT_MAX_PREFILL_BS
 
 
 def parse_settings(
@@ -43,8 +52,8 @@ def parse_settings(
     """Build the settings from `--radix-eviction-policy` and its `-config` object.
 
     `cost_table` of the config names a file for `PrefillCostTable.load`; without it the table
-    is `default_cost()`. `swap_out`, `max_depth` and `trace` are those of `TreeSettings`. The
-    other keys belong to the policy.
+    is `default_cost()`. `swap_out`, `max_depth`, `trace`, `reorder_window` and `max_prefill_bs` are
+    those of `TreeSettings`. The other keys belong to the policy.
 
     Raises:
         ConfigError: Unknown policy or key, a wrong value, or an unusable cost table.
@@ -60,6 +69,13 @@ def parse_settings(
     trace = config.pop("trace", None)
     if trace is not None and not isinstance(trace, str):
         raise _wrong("trace", trace, "give the name of a file")
+    counts = {
+        "reorder_window": config.pop("reorder_window", DEFAULT_REORDER_WINDOW),
+        "max_prefill_bs": config.pop("max_prefill_bs", DEFAULT_MAX_PREFILL_BS),
+    }
+    for key, count in counts.items():
+        if type(count) is not int or count < 0:
+            raise _wrong(key, count, "give a number of requests, 0 for none")
     return TreeSettings(
         policy=make_policy(policy_name, config),
         prefill_cost=default_cost() if path is None else PrefillCostTable.load(path),
@@ -67,6 +83,7 @@ def parse_settings(
         swap_out=swap_out,
         max_depth=max_depth,
         trace=trace,
+        **counts,
     )
 
 

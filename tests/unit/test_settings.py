@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import orjson
+import pytest
 
+from rag_radix.errors import ConfigError
 from rag_radix.policies import make_policy
 from rag_radix.settings import parse_settings
 
@@ -22,3 +24,15 @@ def test_settings_take_the_cost_table_out_of_the_policy_config(tmp_path):
     default = parse_settings("lru", None, lambda: TABLE)
     assert default.prefill_cost is TABLE
     assert default.cost_source == "the model's shape"
+
+
+@pytest.mark.parametrize("key", ["reorder_window", "max_prefill_bs"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, "4", None])
+def test_a_wrong_number_of_requests_is_refused_by_name(key, value):
+    with pytest.raises(ConfigError, match=f"{key}={value!r}"):
+        parse_settings("pgdsf", {key: value}, lambda: TABLE)
+
+
+def test_reordering_and_speculation_can_be_turned_off():
+    settings = parse_settings("pgdsf", {"reorder_window": 0, "max_prefill_bs": 0}, lambda: TABLE)
+    assert (settings.reorder_window, settings.max_prefill_bs) == (0, 0)
