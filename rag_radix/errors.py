@@ -29,5 +29,9 @@ class UnsupportedError(RagRadixError, RuntimeError):
     """The server's model or flags can't be combined with what was asked for."""
 
 
+class LaunchError(RagRadixError, RuntimeError):
+    """A server that was started for a measurement ended or wasn't ready; with its log's end."""
+
+
 class IncompatibleSGLangError(RagRadixError, RuntimeError):
     """The installed SGLang isn't the one this release was written against."""

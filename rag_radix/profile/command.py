@@ -60,9 +60,9 @@ def _profile(options: argparse.Namespace) -> None:
     import orjson
     from tqdm import tqdm
 
+    from rag_radix.launch import serving
     from rag_radix.profile.file import Profile
     from rag_radix.profile.grid import build_grid
-    from rag_radix.profile.launch import serving
     from rag_radix.profile.measure import measure
     from rag_radix.profile.plot import check_plotting, save_plot
     from rag_radix.profile.report import format_report
@@ -81,7 +81,10 @@ def _profile(options: argparse.Namespace) -> None:
         url = options.url
         if url is None:
             print("starting the server ...", file=sys.stderr, flush=True)
-            url = stack.enter_context(serving(options.model_path, options.server_flags))
+            # Costs don't depend on the policy, and with `lru` a prefix that wasn't used for
+            # long surely goes to the host.
+            flags = ["--radix-eviction-policy", "lru", *options.server_flags]
+            url = stack.enter_context(serving(options.model_path, flags))
         server = ProfiledServer(url, options.api_key)
         conditions, capacity = server.describe()
         longest = min(capacity.prompt_tokens, options.max_tokens or capacity.prompt_tokens)

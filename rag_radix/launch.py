@@ -1,4 +1,4 @@
-"""A server of one's own for the length of a profile."""
+"""A server of one's own for the length of a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rag_radix.profile.server import ProfileError
+from rag_radix.errors import LaunchError
 
 HOST = "127.0.0.1"
 START_LIMIT_S = 900.0
@@ -25,22 +25,19 @@ LOG_TAIL_LINES = 25
 
 @contextmanager
 def serving(model_path: str, flags: Sequence[str]) -> Iterator[str]:
-    """Serve a model with `rag-radix serve` until the block ends.
-
-    The policy is `lru` unless `flags` choose one: costs don't depend on it, and a prefix that
-    wasn't used for long then surely goes to the host.
+    """Serve a model with `rag-radix serve` and these flags until the block ends.
 
     Yields:
         The server's URL.
 
     Raises:
-        ProfileError: The server ended, or wasn't ready in time.
+        LaunchError: The server ended, or wasn't ready in time.
     """
     port = _free_port()
     command = [str(Path(sys.executable).with_name("rag-radix")), "serve"]
     command += ["--model-path", model_path, "--host", HOST, "--port", str(port)]
-    command += ["--radix-eviction-policy", "lru", *flags]
-    with tempfile.NamedTemporaryFile(prefix="rag-radix-profile-", suffix=".log") as log:
+    command += flags
+    with tempfile.NamedTemporaryFile(prefix="rag-radix-serve-", suffix=".log") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -74,7 +71,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
                 continue
         with log.open(errors="replace") as lines:
             tail = "".join(deque(lines, LOG_TAIL_LINES))
-        raise ProfileError(f"the server {problem}; its log ends with:\n{tail}")
+        raise LaunchError(f"the server {problem}; its log ends with:\n{tail}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
