@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RagRadixError as error:
             print(f"rag-radix: {error}", file=sys.stderr)
             return 2
+    from rag_radix_benchmarks.command import add_bench_command
     from rag_radix_frontend.cli import add_index_commands
 
     from rag_radix.profile.command import add_profile_command
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_profile_command(commands)
     add_simulate_command(commands)
     add_plan_command(commands)
+    add_bench_command(commands, arguments)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

@@ -16,6 +16,7 @@ PACKAGES = {
     "rag_radix": ROOT / "rag_radix",
     "rag_radix_frontend": ROOT / "frontend" / "rag_radix_frontend",
     "rag_radix_kernels": ROOT / "kernels" / "rag_radix_kernels",
+    "rag_radix_benchmarks": ROOT / "benchmarks" / "rag_radix_benchmarks",
 }
 HEAVY_MODULES = ("torch", "sglang", "faiss", "transformers", "sentence_transformers", "triton")
 ENTRY_POINT_GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms", "console_scripts")

@@ -1,0 +1,54 @@
+"""Figures of a comparison: spreads of repeats, and what they were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Least, median and largest of some repeats."""
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
+    """Spread of `theirs / ours` over pairs taken one after the other."""
+    return spread([b / a for a, b in zip(ours, theirs, strict=True)])
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the nearest ranks, as numpy has it."""
+    import numpy as np
+
+    return float(np.percentile(np.asarray(values), percent))
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, for a report."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("sglang", "torch", "rag-radix")},
+        },
+        "hardware": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

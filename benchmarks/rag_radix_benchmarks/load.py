@@ -1,0 +1,146 @@
+"""The load of a benchmark: one asynchronous client, open or closed loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from rag_radix.errors import RagRadixError
+
+REQUEST_LIMIT_S = 1_800.0
+
+
+class LoadError(RagRadixError, RuntimeError):
+    """A server answered a request of the load with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one request went, in the client's clock.
+
+    Attributes:
+        ttft_s: From when the request was due to its first output token.
+        latency_s: From when it was due to its last one.
+        late_s: How long after it was due the client sent it; more than some milliseconds
+            mean that the client itself is what is being measured.
+        prompt_tokens: Tokens of the prompt.
+        device_tokens: Of them, found in the device tier.
+        host_tokens: Of them, loaded back from host memory.
+        output_tokens: Tokens generated.
+    """
+
+    ttft_s: float
+    latency_s: float
+    late_s: float
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load from its first request to its last answer.
+
+    Attributes:
+        outcomes: By request, in the order given.
+        due_s: By request, when it was due, from the start of the run.
+        seconds: Length of the run.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    due_s: tuple[float, ...]
+    seconds: float
+
+    @property
+    def ttft_s(self) -> list[float]:
+        return [outcome.ttft_s for outcome in self.outcomes]
+
+    @property
+    def token_hit_rate(self) -> float:
+        found = sum(outcome.device_tokens + outcome.host_tokens for outcome in self.outcomes)
+        return found / sum(outcome.prompt_tokens for outcome in self.outcomes)
+
+
+def open_loop(url: str, bodies: Sequence[dict[str, Any]], due_s: Sequence[float]) -> Run:
+    """Send each request when it is due, whatever became of those before it.
+
+    Raises:
+        LoadError: The server answered one with an error.
+    """
+    return asyncio.run(_drive(url, bodies, due_s, len(bodies)))
+
+
+def closed_loop(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> Run:
+    """Keep `concurrency` requests under way until all have been sent.
+
+    Raises:
+        LoadError: The server answered one with an error.
+    """
+    return asyncio.run(_drive(url, bodies, None, concurrency))
+
+
+async def _drive(
+    url: str, bodies: Sequence[dict[str, Any]], due_s: Sequence[float] | None, concurrency: int
+) -> Run:
+    # Made before the clock starts: a long prompt takes a millisecond.
+    payloads = [json.dumps({**body, "stream": True}).encode() for body in bodies]
+    slots = asyncio.Semaphore(concurrency)
+    timeout = aiohttp.ClientTimeout(total=REQUEST_LIMIT_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        started = time.perf_counter()
+
+        async def one(number: int) -> tuple[float, Outcome]:
+            if due_s is not None:
+                await asyncio.sleep(started + due_s[number] - time.perf_counter())
+            async with slots:
+                due = time.perf_counter() if due_s is None else started + due_s[number]
+                return due - started, await _ask(session, url, payloads[number], due)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(one(number)) for number in range(len(bodies))]
+        except* LoadError as failures:
+            raise failures.exceptions[0] from None
+        seconds = time.perf_counter() - started
+    due, outcomes = zip(*(task.result() for task in asked), strict=True)
+    return Run(outcomes, due, seconds)
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, payload: bytes, due: float) -> Outcome:
+    late_s = time.perf_counter() - due
+    first_s, meta = None, None
+    headers = {"Content-Type": "application/json"}
+    async with session.post(f"{url}/generate", data=payload, headers=headers) as reply:
+        if reply.status != 200:
+            raise LoadError(f"{url}/generate answers {reply.status}: {await reply.text()}")
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data:"))
+            if "error" in event:
+                raise LoadError(f"{url}/generate answers {event['error']}")
+            meta = event["meta_info"]
+            reason = meta["finish_reason"]
+            if reason is not None and reason["type"] == "abort":
+                raise LoadError(f"{url}/generate aborted a request: {reason.get('message')}")
+            first_s = time.perf_counter() - due if first_s is None else first_s
+    if meta is None or first_s is None:
+        raise LoadError(f"{url}/generate answered nothing; the server's log may say why")
+    details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"], "host": 0}
+    return Outcome(
+        ttft_s=first_s,
+        latency_s=time.perf_counter() - due,
+        late_s=late_s,
+        prompt_tokens=meta["prompt_tokens"],
+        device_tokens=details["device"],
+        host_tokens=details["host"],
+        output_tokens=meta["completion_tokens"],
+    )
