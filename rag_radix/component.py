@@ -59,6 +59,10 @@ class KnowledgeComponent(FullComponent):
         for tier in self.tiers:
             tier.reset(now)
 
+    def reclaimable_value_len(self, node: Any) -> int:
+        # SGLang asks the tensor, which costs ten times as much, at each lock and unlock.
+        return len(node.key) if node.component_data[ComponentType.FULL].value is not None else 0
+
     def redistribute_on_node_split(self, new_parent: Any, child: Any) -> None:
         super().redistribute_on_node_split(new_parent, child)
         # The upper half takes the place of `child` below their parent.

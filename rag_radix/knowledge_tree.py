@@ -273,8 +273,8 @@ class KnowledgeTree(UnifiedRadixCache):
                 self.counters.host_hit_documents += 1
 
     def _page_floor(self, tokens: int) -> int:
-        floor: int = tokens // self.page_size * self.page_size
-        return floor
+        page: int = self.tree_core.page_size
+        return tokens // page * page
 
     # Eviction
 

@@ -152,6 +152,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
                 "cache_actions",
             ),
             "_evict_device_end": ("self",),
+            "reclaimable_value_len": ("self", "node"),
             "redistribute_on_node_split": ("self", "new_parent", "child"),
             "drive_host_eviction": (
                 "self",
