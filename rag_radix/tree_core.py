@@ -19,6 +19,7 @@ from rag_radix.sglang_compat import (
     UnifiedTreeNode,
 )
 from rag_radix.statistics import DocumentKey, NodeStatistics
+from rag_radix.tree_observer import TreeObserver
 
 _FULL = ComponentType.FULL
 _UNRANKED = Rank(0.0, 0.0)
@@ -74,6 +75,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         swapped_out_nodes, swapped_out_tokens: Copied from device to host.
         loaded_back_tokens: Copied from host to device.
         splits: Nodes cut in two.
+        observer: Hears of what changes cached prefixes.
     """
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
@@ -84,6 +86,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         self.swapped_out_tokens = 0
         self.loaded_back_tokens = 0
         self.splits = 0
+        self.observer = TreeObserver()
         self._cuts: Sequence[int] = ()
         self._above: DocumentNode | None = None
         self._above_tokens = 0
@@ -92,6 +95,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
     def reset(self) -> None:
         self._component.reset_tiers(self.access_time)
         super().reset()
+        self.observer.tree_reset()
 
     def advance(self) -> int:
         """One more retrieval is served: the new logical time."""
@@ -103,6 +107,10 @@ class KnowledgeTreeCore(UnifiedTreeCore):
     def is_registered(self, node: DocumentNode) -> bool:
         """Whether `node` is still part of the tree."""
         return node.id in self._node_arena
+
+    def has_node(self, node_id: int) -> bool:
+        """Whether a node with this id is still part of the tree; ids are never used again."""
+        return node_id in self._node_arena
 
     def nodes(self) -> list[DocumentNode]:
         """All nodes but the root, parents before their children."""
@@ -195,6 +203,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         """SGLang's, but a chain of nodes when `key` is to be cut."""
         start = self._ongoing_insert_walk_state.total_prefix_length
         inner = [cut - start for cut in self._cuts if 0 < cut - start < len(key)]
+        self.observer.node_added(parent, key.child_key(self.page_size))
         for first, last in pairwise((0, *inner, len(key))):
             parent = super()._add_new_node(
                 parent, key[first:last], value[first:last], *args, **kwargs
@@ -209,6 +218,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         if result.inserted_host_node is not None:
             node = self.node_by_id(result.inserted_host_node)
             if not node.statistics.tokens:
+                self.observer.node_added(node.parent, node.key.child_key(self.page_size))
                 node.statistics.tokens = len(node.key)
                 self.rank(node)
         return result
@@ -228,6 +238,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         upper.ranks = list(child.ranks)
         self._offer(upper)
         self.splits += 1
+        self.observer.node_split(upper, child)
         return upper, action
 
     # Leaves. SGLang looks at every child to tell a device leaf, on every unlock, and a prompt
@@ -238,6 +249,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         if on_device != node.on_device and node is not self.root_node:
             node.on_device = on_device
             node.parent.device_children += 1 if on_device else -1
+            self.observer.node_changed(node)
         super()._update_evictable_leaf_sets(node)
         self._offer(node)
 
@@ -245,6 +257,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         super()._remove_leaf_from_parent(node)
         node.parent.device_children -= node.on_device
         node.on_device = False
+        self.observer.node_changed(node)
 
     def _is_device_leaf(self, node: DocumentNode) -> bool:
         data = node.component_data[_FULL]
