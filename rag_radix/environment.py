@@ -21,3 +21,9 @@ CHECK_INTEGRITY = Flag(
     "RAG_RADIX_CHECK_INTEGRITY",
     "check the tree's invariants on every GET /rag/stats; for tests, costs O(nodes)",
 )
+
+COMPARISON = Flag(
+    "RAG_RADIX_COMPARISON",
+    "state in /server_info which cache was built, for a comparison of servers, and offer SGLang's "
+    "RadixCache as --radix-cache-backend sglang-radix-cache",
+)

@@ -11,9 +11,10 @@ import tempfile
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from rag_radix.errors import LaunchError
 
@@ -24,8 +25,22 @@ LOG_TAIL_LINES = 25
 
 
 @contextmanager
-def serving(model_path: str, flags: Sequence[str]) -> Iterator[str]:
+def serving(
+    model_path: str,
+    flags: Sequence[str],
+    *,
+    program: str = "rag-radix",
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Iterator[str]:
     """Serve a model with `rag-radix serve` and these flags until the block ends.
+
+    Args:
+        model_path: For `--model-path`.
+        flags: More flags.
+        program: "sglang" serves with `sglang serve`, to which no flags are added.
+        environment: Variables to set besides the present ones.
+        log: Where the server's output goes; by default it is gone when the block ends.
 
     Yields:
         The server's URL.
@@ -34,25 +49,40 @@ def serving(model_path: str, flags: Sequence[str]) -> Iterator[str]:
         LaunchError: The server ended, or wasn't ready in time.
     """
     port = _free_port()
-    command = [str(Path(sys.executable).with_name("rag-radix")), "serve"]
+    command = [str(Path(sys.executable).with_name(program)), "serve"]
     command += ["--model-path", model_path, "--host", HOST, "--port", str(port)]
     command += flags
-    with tempfile.NamedTemporaryFile(prefix="rag-radix-serve-", suffix=".log") as log:
+    with _log_file(log) as output:
         process = subprocess.Popen(
             command,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        # SIGTERM would skip the clean-up that SystemExit runs.
-        previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        try:
-            _wait_until_ready(process, port, Path(log.name))
-            yield f"http://{HOST}:{port}"
-        finally:
-            _stop(process)
-            signal.signal(signal.SIGTERM, previous)
+        with exiting_on_termination():
+            try:
+                _wait_until_ready(process, port, Path(output.name))
+                yield f"http://{HOST}:{port}"
+            finally:
+                _stop(process)
+
+
+@contextmanager
+def exiting_on_termination() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, which runs the clean-up that the signal would skip."""
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _log_file(path: Path | None) -> IO[bytes]:
+    if path is None:
+        return tempfile.NamedTemporaryFile(prefix="rag-radix-serve-", suffix=".log")
+    return path.open("wb")
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rag_radix.environment import COMPARISON
 from rag_radix.names import BACKEND
 
 _registered = False
@@ -52,6 +53,10 @@ def _register_parts() -> None:
     )
     door.install()
     scheduler_hooks.install()
+    if COMPARISON.is_set():
+        from rag_radix import comparison
+
+        comparison.install()
 
 
 def _create(ctx: Any) -> Any:
