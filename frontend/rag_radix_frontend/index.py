@@ -11,6 +11,9 @@ import numpy as np
 from rag_radix_frontend.encoders import Vectors
 from rag_radix_frontend.errors import ArgumentError, DamagedIndexError
 from rag_radix_frontend.manifest import Manifest
+from rag_radix_frontend.pace import Stages
+from rag_radix_frontend.staged_ivf import StagedIVF
+from rag_radix_frontend.staged_search import FaissSearch, StagedSearch
 
 INDEX_NAME = "vectors.faiss"
 _HNSW_LINKS = 32
@@ -66,6 +69,17 @@ def read_index(directory: Path, manifest: Manifest) -> Any:
             f"{path} holds vectors of {index.d} dimensions, the manifest says {manifest.dimensions}"
         )
     return index
+
+
+def open_search(index: Any, *, nprobe: int, ef_search: int, stages: Stages) -> StagedSearch:
+    """The search of an index that says most: in stages where its type allows that.
+
+    Raises:
+        ArgumentError: an argument makes no sense.
+    """
+    if StagedIVF.supports(index):
+        return StagedIVF(index, nprobe=nprobe, stages=stages)
+    return FaissSearch(index, nprobe=nprobe, ef_search=ef_search)
 
 
 def check_kind(kind: str) -> None:

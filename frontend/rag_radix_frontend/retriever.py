@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 from rag_radix_frontend.document import Document
 from rag_radix_frontend.encoders import Encoder, load_encoder
 from rag_radix_frontend.errors import ArgumentError, DamagedIndexError, EncoderError, RetrievalError
-from rag_radix_frontend.index import read_index
+from rag_radix_frontend.index import open_search, read_index
 from rag_radix_frontend.manifest import read_manifest
+from rag_radix_frontend.pace import Stages
 from rag_radix_frontend.staged_search import (
     DEFAULT_EF_SEARCH,
     DEFAULT_NPROBE,
-    FaissSearch,
     StagedSearch,
 )
 from rag_radix_frontend.store import DocumentStore
@@ -75,13 +75,20 @@ class FaissRetriever:
         encoder: Encoder | None = None,
         nprobe: int = DEFAULT_NPROBE,
         ef_search: int = DEFAULT_EF_SEARCH,
+        stages: Stages = None,
     ) -> Self:
         """Open what `build_index` wrote.
 
         Without `encoder`, the one that the index names is used; an index built with an
         encoder of your own needs that one here.
 
+        `nprobe` is how many clusters of an `ivf` index a search visits, `ef_search` how many
+        candidates it keeps in an `hnsw` one, and `stages` where it is cut: into so many equal
+        parts, or at fractions such as (0.1, 0.5, 1); by default into as many as its measured
+        time is worth. A search of a `flat` index has one stage.
+
         Raises:
+            ArgumentError: `nprobe`, `ef_search` or `stages` makes no sense.
             DamagedIndexError: says what is wrong with the directory.
             EncoderError: the encoder is unknown, not installed, or not the index's.
         """
@@ -104,12 +111,15 @@ class FaissRetriever:
             raise DamagedIndexError(
                 f"{directory} holds {len(store)} documents, its manifest says {manifest.documents}"
             )
-        search = FaissSearch(read_index(directory, manifest), nprobe=nprobe, ef_search=ef_search)
+        search = open_search(
+            read_index(directory, manifest), nprobe=nprobe, ef_search=ef_search, stages=stages
+        )
         return cls(store, search, encoder)
 
     def warm_up(self) -> None:
-        """Load the encoder's model now instead of with the first question."""
+        """Load the encoder's model and time the search now instead of at the first question."""
         self.encoder.encode(["warm up"])
+        self._search.warm_up()
 
     def retrieve(self, query: str, k: int) -> Iterator[Stage]:
         if k < 1:

@@ -1,0 +1,69 @@
+"""Synthetic embeddings for search benchmarks, and Faiss indexes of them kept between runs.
+
+Vectors are unit vectors around topics. Both topics and what differs within one fill the axes
+unevenly, by a power law, as embeddings of text do: neighbours of a question then lie in several
+clusters of an IVF index, the more of them the steeper the law.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import faiss
+import numpy as np
+import numpy.typing as npt
+
+_TOPICS = 2000
+_WITHIN_TOPIC = 0.8
+_SPECTRUM_EXPONENT = 0.8
+_ROWS_AT_ONCE = 8192
+_HNSW_LINKS = 32
+
+Vectors = npt.NDArray[np.float32]
+
+
+class Workload(NamedTuple):
+    """float32 [n, dimensions] rows of length 1 to be indexed, and questions of the same kind."""
+
+    vectors: Vectors
+    queries: Vectors
+
+
+def make_workload(count: int, queries: int, dimensions: int, seed: int) -> Workload:
+    rng = np.random.default_rng(seed)
+    spectrum = np.arange(1, dimensions + 1, dtype=np.float32) ** -_SPECTRUM_EXPONENT
+    topics = rng.standard_normal((_TOPICS, dimensions), dtype=np.float32)
+    rows = np.empty((count + queries, dimensions), dtype=np.float32)
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        part = rows[start : start + _ROWS_AT_ONCE]
+        part[:] = rng.standard_normal(part.shape, dtype=np.float32) * _WITHIN_TOPIC
+        part += topics[rng.integers(_TOPICS, size=len(part))]
+        part *= spectrum
+        part /= np.linalg.norm(part, axis=1, keepdims=True)
+    return Workload(rows[:count], rows[count:])
+
+
+def load_or_build(kind: str, workload: Workload, directory: Path, seed: int) -> Any:
+    """The index of a kind, `ivf` or `hnsw`; built and written the first time, which takes minutes.
+
+    Built by one thread, so that the graph is the same each time.
+    """
+    count, dimensions = workload.vectors.shape
+    recipe = {"ivf": f"IVF{round(4 * count**0.5)},Flat", "hnsw": f"HNSW{_HNSW_LINKS},Flat"}[kind]
+    path = directory / f"{recipe.replace(',', '-')}-{count}x{dimensions}-seed{seed}.faiss"
+    if path.exists():
+        return faiss.read_index(str(path))
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        index = faiss.index_factory(dimensions, recipe, faiss.METRIC_INNER_PRODUCT)
+        index.train(workload.vectors)
+        index.add(workload.vectors)
+    finally:
+        faiss.omp_set_num_threads(threads)
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    faiss.write_index(index, str(partial))
+    partial.rename(path)
+    return index
