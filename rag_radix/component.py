@@ -29,11 +29,7 @@ class HostVictims:
 
 
 class KnowledgeComponent(FullComponent):
-    """The eviction order of both tiers, and of host copies that the device has as well.
-
-    SGLang's walk asks for one device leaf at a time and tells the component nothing about
-    what became of it; the component finds out at the next step, from the node itself.
-    """
+    """The eviction order of both tiers, and of host copies that the device has as well."""
 
     def __init__(self, cache: Any, params: Any) -> None:
         super().__init__(cache, params)
@@ -45,9 +41,6 @@ class KnowledgeComponent(FullComponent):
         self.duplicates = DuplicateTier(
             TierName.DUPLICATE, policy, lambda n: self.tree_core.is_reclaimable(n)
         )
-        self._wanted_tokens = 0
-        self._victim: DocumentNode | None = None
-        self._declined: list[DocumentNode] = []
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -68,37 +61,6 @@ class KnowledgeComponent(FullComponent):
         # The upper half takes the place of `child` below their parent.
         new_parent.on_device = child.on_device
         new_parent.device_children = int(child.on_device)
-
-    # SGLang's device walk: start, then one node a step, then end.
-
-    def _evict_device_start(self, request_cnt: int) -> None:
-        self._wanted_tokens = request_cnt
-
-    def _evict_device_next_node(
-        self, tracker: Any, device_frees: Any, host_frees: Any, cache_actions: Any
-    ) -> int | None:
-        self._settle_victim()
-        if tracker[ComponentType.FULL] >= self._wanted_tokens:
-            return None
-        self._victim = self.device.pop()
-        return None if self._victim is None else self._victim.id
-
-    def _evict_device_end(self) -> None:
-        self._settle_victim()
-        # Set aside until now, or a walk that can't free them would never end.
-        for node in self._declined:
-            if node in self.tree_core.evictable_device_leaves:
-                self.device.offer(node)
-        self._declined.clear()
-
-    def _settle_victim(self) -> None:
-        node, self._victim = self._victim, None
-        if node is None:
-            return
-        if node.evicted or not self.tree_core.is_registered(node):
-            self.device.record_eviction(node)
-        else:
-            self._declined.append(node)
 
     # Host
 

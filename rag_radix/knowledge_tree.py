@@ -25,6 +25,7 @@ from rag_radix.statistics import DocumentFrequencies
 from rag_radix.swap_out import SwapOut
 from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore, Occurrence
 
+_FULL = ComponentType.FULL
 # Names of one node: a client may name the same tokens differently in every request.
 _NAMES_KEPT = 8
 # Of the waiting queue, however long it is.
@@ -66,7 +67,7 @@ class KnowledgeTree(UnifiedRadixCache):
 
     @property
     def component(self) -> KnowledgeComponent:
-        component: KnowledgeComponent = self.components[ComponentType.FULL]
+        component: KnowledgeComponent = self.components[_FULL]
         return component
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
@@ -278,27 +279,23 @@ class KnowledgeTree(UnifiedRadixCache):
 
     # Eviction
 
-    def _evict_device_leaf(self, node_id: int, tracker: dict[Any, int]) -> Any:
-        node: DocumentNode = self.tree_core.node_by_id(node_id)
-        if not self.is_write_back or node.backuped:
-            return super()._evict_device_leaf(node_id, tracker)
-        self.swap_out.evict(node, tracker)
-        return None
-
     def _evict_components(
-        self, request_by_type: Any, tracker: Any, available_size_targets: Any = None, **kwargs: Any
+        self,
+        request_by_type: dict[Any, int],
+        tracker: dict[Any, int],
+        available_size_targets: dict[Any, tuple[Any, int]] | None = None,
+        *,
+        allocation_reclaim_satisfied: None = None,
     ) -> None:
-        """SGLang's walk; the copies that it begins are waited for at its end, all at once."""
-        arguments = (request_by_type, tracker, available_size_targets)
+        """In place of SGLang's walk, whose victims would wait for their copies one by one.
+
+        It is given a condition of its own only where tiers share their memory, by models that
+        are refused at start-up.
+        """
         if self.settings.policy.uses_history:
             self._foresee()
-        try:
-            super()._evict_components(*arguments, **kwargs)
-            if self.swap_out.locks() and not self._has_evicted_enough(*arguments):
-                super().writing_check(write_back=True)
-                super()._evict_components(*arguments, **kwargs)
-        finally:
-            self.swap_out.settle()
+        _, available = (available_size_targets or {}).get(_FULL, (_FULL, None))
+        self.swap_out.make_room(tracker, request_by_type[_FULL], available)
 
     def _foresee(self) -> None:
         """Note which paths the waiting requests are going to use."""
@@ -307,23 +304,15 @@ class KnowledgeTree(UnifiedRadixCache):
             [Retrieval.of(req, self.settings.max_depth).path_keys(req) for req in requests]
         )
 
-    def _has_evicted_enough(self, requested: Any, tracker: Any, targets: Any) -> bool:
-        full = ComponentType.FULL
-        if targets is not None and full in targets:
-            component, wanted = targets[full]
-            return bool(self._component_available_size(component) >= wanted)
-        return bool(tracker[full] >= requested[full])
-
-    def _component_available_size(self, component_type: Any) -> int:
-        """SGLang's, and what is given back when the copies of this walk are done."""
-        available: int = super()._component_available_size(component_type)
-        return available + self.swap_out.leaving_tokens
-
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
-        """SGLang's, which waits for all copies in flight at the end of every eviction; only
-        one that has victims among them needs to."""
-        if not write_back or self.swap_out.leaving_tokens:
-            super().writing_check(write_back, finish_count)
+        """SGLang's, but the end of an eviction doesn't wait for all copies in flight: only its
+        own are waited for, in `wait_for_copies`."""
+        if not write_back:
+            super().writing_check(finish_count=finish_count)
+
+    def wait_for_copies(self) -> None:
+        """Submit the copies to host that were begun and wait until all in flight are done."""
+        super().writing_check(write_back=True)
 
     def free_device_slots(self, slots: list[Any]) -> None:
-        self._apply_cache_action(FreeComponentDeviceSlot(slots, component_type=ComponentType.FULL))
+        self._apply_cache_action(FreeComponentDeviceSlot(slots, component_type=_FULL))

@@ -75,7 +75,6 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "_apply_eviction_result": ("self", "result"),
             "_accumulate_tracker": ("self", "tracker", "delta"),
             "_apply_cache_action": ("self", "action"),
-            "_component_available_size": ("self", "component_type"),
             "_evict_components": (
                 "self",
                 "request_by_type",
@@ -143,15 +142,6 @@ _SURFACE: dict[str, tuple[str, ...]] = {
         f"sglang.srt.mem_cache.unified_cache.components.full:FullComponent.{name}": parameters
         for name, parameters in {
             "__init__": ("self", "cache", "params"),
-            "_evict_device_start": ("self", "request_cnt"),
-            "_evict_device_next_node": (
-                "self",
-                "tracker",
-                "device_frees",
-                "host_frees",
-                "cache_actions",
-            ),
-            "_evict_device_end": ("self",),
             "reclaimable_value_len": ("self", "node"),
             "redistribute_on_node_split": ("self", "new_parent", "child"),
             "drive_host_eviction": (

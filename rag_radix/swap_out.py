@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rag_radix.component import HostVictims
-from rag_radix.sglang_compat import BackupKV, DriveHostEvictionResult
+from rag_radix.sglang_compat import BackupKV, ComponentType, DriveHostEvictionResult
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
     from rag_radix.tree_core import DocumentNode
 
+_FULL = ComponentType.FULL
 # Of the device tier: what may be locked by copies that were begun ahead of eviction.
 _AHEAD_SHARE = 0.25
 
 
 class SwapOut:
-    """Copies a node to host, at its eviction or ahead of it.
+    """Makes room on the device, and copies to host at eviction or ahead of it.
 
     A victim leaves the device tier at once and its copy only begins; its slots are given
     back when the walk has found all victims and their copies, submitted as one, are done.
@@ -25,13 +26,53 @@ class SwapOut:
     def __init__(self, tree: KnowledgeTree) -> None:
         self._tree = tree
         self._leaving: list[Any] = []  # device slots that a copy still reads
-        self.leaving_tokens = 0
+        self._leaving_tokens = 0
 
     @property
     def _host_pool(self) -> Any:
         return self._tree.cache_controller.mem_pool_host
 
-    def evict(self, node: DocumentNode, tracker: dict[Any, int]) -> None:
+    def make_room(self, tracker: dict[Any, int], tokens: int, available: int | None) -> None:
+        """Evict device leaves, lowest priority first, until `available` slots are free or, if
+        that is None, until `tokens` have left; until there is no more, if that isn't enough.
+
+        Args:
+            tracker: By component, the tokens that have left; added to.
+        """
+        wanted = (tokens, available)
+        try:
+            self._evict_leaves(tracker, *wanted)
+            if self._locks() and not self._is_enough(tracker, *wanted):
+                self._tree.wait_for_copies()
+                self._evict_leaves(tracker, *wanted)
+        finally:
+            self._settle()
+
+    def _evict_leaves(self, tracker: dict[Any, int], tokens: int, available: int | None) -> None:
+        tree, device = self._tree, self._tree.component.device
+        declined = []
+        while not self._is_enough(tracker, tokens, available):
+            if (node := device.pop()) is None:
+                break
+            if tree.is_write_back and not node.backuped:
+                self._evict(node, tracker)
+            else:
+                tree._evict_device_leaf(node.id, tracker)
+            if node.evicted or not tree.tree_core.is_registered(node):
+                device.record_eviction(node)
+            else:
+                declined.append(node)
+        # Not before, or a walk that can't free them would never end.
+        for node in declined:
+            tree.tree_core.offer(node)
+
+    def _is_enough(self, tracker: dict[Any, int], tokens: int, available: int | None) -> bool:
+        if available is None:
+            return tracker[_FULL] >= tokens
+        free: int = self._tree.token_to_kv_pool_allocator.available_size()
+        return free + self._leaving_tokens >= available
+
+    def _evict(self, node: DocumentNode, tracker: dict[Any, int]) -> None:
         """Let `node`, a device leaf without a host copy, leave the device: copied when it is
         worth it and there is room, dropped with what hangs below it otherwise. It stays when
         something below is in use."""
@@ -45,7 +86,7 @@ class SwapOut:
             result = tree.tree_core.demote(node.id)
             for slots in result.device_frees.values():
                 self._leaving += slots
-            self.leaving_tokens += len(node.key)
+            self._leaving_tokens += len(node.key)
             result.device_frees.clear()
             tree._apply_eviction_result(result)
             tree._accumulate_tracker(tracker, result.tracker)
@@ -63,7 +104,7 @@ class SwapOut:
                 return
             self._copy(node, ahead=True)
 
-    def locks(self) -> bool:
+    def _locks(self) -> bool:
         """Whether copies that were begun ahead of eviction lock what they read."""
         copies = self._tree.ongoing_write_through.values()
         return any(copy.lock_params is not None for copy in copies)
@@ -105,17 +146,17 @@ class SwapOut:
     def _drop(self, node: DocumentNode, tracker: dict[Any, int]) -> bool:
         tree = self._tree
         if node.children:
-            self.settle()  # a node below that is just being copied couldn't be dropped
+            self._settle()  # a node below that is just being copied couldn't be dropped
         result = tree.tree_core.drop_subtree_no_host(node.id)
         tree._apply_eviction_result(result)
         tree._accumulate_tracker(tracker, result.tracker)
         return bool(result.is_dropped)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Wait for the copies of this walk and give the slots they read back."""
         if self._leaving:
-            self._tree.writing_check(write_back=True)
-            slots, self._leaving, self.leaving_tokens = self._leaving, [], 0
+            self._tree.wait_for_copies()
+            slots, self._leaving, self._leaving_tokens = self._leaving, [], 0
             self._tree.free_device_slots(slots)
 
 

@@ -142,9 +142,10 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         for tier in self._component.tiers:
             tier.clock.observe(node.statistics)
             tier.rank(node)
-        self._offer(node)
+        self.offer(node)
 
-    def _offer(self, node: DocumentNode) -> None:
+    def offer(self, node: DocumentNode) -> None:
+        """Let `node` be a candidate at its present ranks wherever it may leave."""
         if node in self.evictable_device_leaves:
             self._component.device.offer(node)
         if node in self.evictable_host_leaves:
@@ -236,7 +237,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         child.statistics.tokens = len(child.key)
         # As of the last use: cutting a node is none.
         upper.ranks = list(child.ranks)
-        self._offer(upper)
+        self.offer(upper)
         self.splits += 1
         self.observer.node_split(upper, child)
         return upper, action
@@ -251,7 +252,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
             node.parent.device_children += 1 if on_device else -1
             self.observer.node_changed(node)
         super()._update_evictable_leaf_sets(node)
-        self._offer(node)
+        self.offer(node)
 
     def _remove_leaf_from_parent(self, node: DocumentNode) -> None:
         super()._remove_leaf_from_parent(node)
@@ -291,7 +292,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
 
     def _update_duplicate_tracking(self, node: DocumentNode) -> None:
         super()._update_duplicate_tracking(node)
-        self._offer(node)
+        self.offer(node)
 
     def commit_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
         """A copy to host begins: the node enters the host tier at that tier's clock."""

@@ -175,7 +175,7 @@ def test_equal_priorities_leave_in_the_order_of_their_ids():
                 h.serve(SYSTEM + document(name, 20) + [1], [(name, 20, 40)], output=())
             for node in h.nodes():
                 node.ranks[TierName.DEVICE] = Rank(1.0, 1.0)
-                h.tree.tree_core._offer(node)
+                h.tree.tree_core.offer(node)
             taken = []
             while (node := h.tree.component.device.pop()) is not None:
                 taken.append(node.id)
