@@ -12,7 +12,9 @@ from rag_radix.errors import RagRadixError
 
 # Each is a module of this package with add_options() and run().
 _BENCHMARKS = {
+    "ab": "the knowledge tree against stock SGLang, on real servers",
     "reordering": "the waiting queue reordered, against first come, first served",
+    "speculation": "generating while the search still runs, against waiting for it",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +30,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware, for a report."""
+    """Versions, hardware and the checkout's commit, for a report."""
     return {
+        "commit": _commit(),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("sglang", "torch", "rag-radix")},
@@ -41,6 +43,22 @@ def environment() -> dict[str, Any]:
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
     }
+
+
+def _commit() -> str | None:
+    """Of the checkout that this runs from, with a + if files differ from it; None for a wheel."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--short", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _processor() -> str:

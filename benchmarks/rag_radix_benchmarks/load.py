@@ -32,7 +32,7 @@ class Outcome:
         prompt_tokens: Tokens of the prompt.
         device_tokens: Of them, found in the device tier.
         host_tokens: Of them, loaded back from host memory.
-        output_tokens: Tokens generated.
+        output_ids: Tokens generated.
     """
 
     ttft_s: float
@@ -41,7 +41,17 @@ class Outcome:
     prompt_tokens: int
     device_tokens: int
     host_tokens: int
-    output_tokens: int
+    output_ids: tuple[int, ...]
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time for an output token after the first; None where there was no other."""
+        later = len(self.output_ids) - 1
+        return (self.latency_s - self.ttft_s) / later if later > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +74,9 @@ class Run:
 
     @property
     def token_hit_rate(self) -> float:
-        found = sum(outcome.device_tokens + outcome.host_tokens for outcome in self.outcomes)
-        return found / sum(outcome.prompt_tokens for outcome in self.outcomes)
+        return sum(outcome.hit_tokens for outcome in self.outcomes) / sum(
+            outcome.prompt_tokens for outcome in self.outcomes
+        )
 
 
 def open_loop(url: str, bodies: Sequence[dict[str, Any]], due_s: Sequence[float]) -> Run:
@@ -116,7 +127,7 @@ async def _drive(
 
 async def _ask(session: aiohttp.ClientSession, url: str, payload: bytes, due: float) -> Outcome:
     late_s = time.perf_counter() - due
-    first_s, meta = None, None
+    first_s, event = None, None
     headers = {"Content-Type": "application/json"}
     async with session.post(f"{url}/generate", data=payload, headers=headers) as reply:
         if reply.status != 200:
@@ -127,13 +138,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, payload: bytes, due: fl
             event = json.loads(line.removeprefix(b"data:"))
             if "error" in event:
                 raise LoadError(f"{url}/generate answers {event['error']}")
-            meta = event["meta_info"]
-            reason = meta["finish_reason"]
+            reason = event["meta_info"]["finish_reason"]
             if reason is not None and reason["type"] == "abort":
                 raise LoadError(f"{url}/generate aborted a request: {reason.get('message')}")
             first_s = time.perf_counter() - due if first_s is None else first_s
-    if meta is None or first_s is None:
+    if event is None or first_s is None:
         raise LoadError(f"{url}/generate answered nothing; the server's log may say why")
+    meta = event["meta_info"]
     details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"], "host": 0}
     return Outcome(
         ttft_s=first_s,
@@ -142,5 +153,5 @@ async def _ask(session: aiohttp.ClientSession, url: str, payload: bytes, due: fl
         prompt_tokens=meta["prompt_tokens"],
         device_tokens=details["device"],
         host_tokens=details["host"],
-        output_tokens=meta["completion_tokens"],
+        output_ids=tuple(event["output_ids"]),
     )

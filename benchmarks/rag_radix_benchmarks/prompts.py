@@ -41,6 +41,7 @@ class PromptWriter:
         ]
         return {
             "input_ids": ids,
+            "extra_key": request.namespace or None,
             "sampling_params": {
                 "temperature": 0,
                 "max_new_tokens": max(request.output_tokens, 1),

@@ -1,0 +1,213 @@
+"""The options of `rag-radix bench ab`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rag_radix.errors import ConfigError
+from rag_radix.replay.workloads import WORKLOADS
+from rag_radix_benchmarks.arms import KNOWLEDGE_TREE, STOCK_ARMS, Arm, parse_arms
+from rag_radix_benchmarks.setup import Setup
+from rag_radix_benchmarks.workload import Recorded, Synthetic, Workload
+
+_Number = TypeVar("_Number", int, float)
+
+# What `--quick` has instead of the defaults; fits into 12 minutes on 2 cores with a model of
+# 135M parameters.
+FULL = {"loads": "0.5,0.8,0.95", "repeats": 5, "warm_up": 300, "requests": 200}
+QUICK = {"loads": "0.8", "repeats": 3, "warm_up": 60, "requests": 40}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--model-path", required=True, metavar="MODEL")
+    parser.add_argument(
+        "--arms",
+        default=f"stock-lru,stock-hicache,{KNOWLEDGE_TREE}",
+        help=f"some of {', '.join(STOCK_ARMS)}, {KNOWLEDGE_TREE}; the latter with settings like "
+        f"{KNOWLEDGE_TREE}:policy=pgdsf-plus:reorder_window=0; @URL behind one takes a server "
+        "that is running",
+    )
+    parser.add_argument(
+        "--reference",
+        metavar="ARM",
+        default=argparse.SUPPRESS,
+        help=f"that the others are divided by (default: the last {KNOWLEDGE_TREE})",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--workload", choices=WORKLOADS, default="mmlu-like")
+    source.add_argument("--trace", type=Path, metavar="FILE", help="a trace of JSON lines")
+    parser.add_argument("--documents", type=int, default=200, help="in the corpus, workloads")
+    parser.add_argument("--document-tokens", type=int, default=200, help="mean, workloads")
+    parser.add_argument("--k", type=int, default=2, help="documents a request, workloads")
+    parser.add_argument("--output-tokens", type=int, default=4, help="of a request, workloads")
+    _add_sized(parser, "--requests", int, "measured in a run")
+    _add_sized(parser, "--warm-up", int, "requests of a run that fill its cache before")
+    _add_sized(parser, "--repeats", int, "of each arm at each load")
+    load = parser.add_mutually_exclusive_group()
+    _add_sized(load, "--loads", str, "arrivals by the capacity of --capacity-of")
+    load.add_argument("--rates", metavar="R,R", help="arrivals a second")
+    load.add_argument("--concurrency", metavar="N,N", help="closed loops instead of arrivals")
+    parser.add_argument(
+        "--capacity-of",
+        metavar="ARM",
+        default=argparse.SUPPRESS,
+        help="whose capacity --loads is of (default: the first arm)",
+    )
+    parser.add_argument(
+        "--throughput",
+        action="store_true",
+        help="search the highest rate whose mean TTFT stays under 5 times that of the lowest one",
+    )
+    parser.add_argument("--device-tokens", type=int, default=4_000, help="of the device tier")
+    parser.add_argument("--host-tokens", type=int, default=16_000, help="of the host tier")
+    parser.add_argument("--running-requests", type=int, default=4, help="that run at once")
+    parser.add_argument("--chunk-tokens", type=int, default=2_048, help="of a prefill at once")
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument(
+        "--attention-backend",
+        default=argparse.SUPPRESS,
+        help="of all arms (default: rag_prefix, on CUDA flashinfer)",
+    )
+    parser.add_argument(
+        "--cost-table",
+        type=Path,
+        metavar="FILE",
+        help="of rag-radix profile, to weigh tokens for the bound; without it, the model's shape",
+    )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="that run side by side (default: as memory allows, on CUDA 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--quick", action="store_true", help="a first impression: 12 minutes on 2 cores"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep finished runs, and go on")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write Markdown and charts")
+    parser.add_argument("--json", action="store_true", help="end with one object on the last line")
+    parser.add_argument("server_flags", nargs="*", metavar="-- SERVER FLAGS")
+
+
+def _add_sized(
+    parser: argparse._ActionsContainer, flag: str, kind: Callable[[str], object], meaning: str
+) -> None:
+    """An option whose default depends on --quick."""
+    name = flag.removeprefix("--").replace("-", "_")
+    meaning += f" (default: {FULL[name]}, quick: {QUICK[name]})"
+    parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=meaning)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the options ask for.
+
+    Attributes:
+        arms: In the order given.
+        reference: The arm that the others are divided by.
+        capacity_of: The arm whose capacity `shares` is of.
+        shares: Loads by capacity.
+        rates: Loads in requests a second.
+        concurrencies: Closed loops.
+    """
+
+    setup: Setup
+    arms: tuple[Arm, ...]
+    reference: Arm
+    workload: Workload
+    repeats: int
+    capacity_of: Arm
+    shares: tuple[float, ...]
+    rates: tuple[float, ...]
+    concurrencies: tuple[int, ...]
+    servers: int | None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Plan:
+        """Check the options and fill in the defaults that depend on others.
+
+        Raises:
+            ConfigError: One is wrong.
+            TraceError: The trace can't be read.
+        """
+        given = {**FULL, **(QUICK if options.quick else {}), **vars(options)}
+        if given["rates"] or given["concurrency"]:
+            given["loads"] = ""
+        arms = parse_arms(options.arms)
+        for name in ("repeats", "requests", "device_tokens", "running_requests", "page_size"):
+            if given[name] < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: give at least 1")
+        cuda = _has_cuda()
+        setup = Setup(
+            model_path=options.model_path,
+            attention_backend=given.get("attention_backend")
+            or ("flashinfer" if cuda else "rag_prefix"),
+            device_tokens=options.device_tokens,
+            host_tokens=options.host_tokens,
+            page_size=options.page_size,
+            chunk_tokens=options.chunk_tokens,
+            running_requests=options.running_requests,
+            more_flags=tuple(options.server_flags),
+        )
+        return cls(
+            setup=setup,
+            arms=tuple(arms),
+            reference=_arm(arms, "--reference", given.get("reference", _last_tree(arms))),
+            workload=_workload(options, given["warm_up"], given["requests"], given["repeats"]),
+            repeats=given["repeats"],
+            capacity_of=_arm(arms, "--capacity-of", given.get("capacity_of", arms[0].name)),
+            shares=_numbers("--loads", given["loads"], float),
+            rates=_numbers("--rates", given["rates"] or "", float),
+            concurrencies=_numbers("--concurrency", given["concurrency"] or "", int),
+            servers=given.get("servers", 1 if cuda else None),
+        )
+
+
+def _workload(options: argparse.Namespace, warm_up: int, requests: int, repeats: int) -> Workload:
+    if options.trace is not None:
+        return Recorded.open(options.trace, warm_up, requests, repeats)
+    return Synthetic(
+        name=options.workload,
+        documents=options.documents,
+        document_tokens=options.document_tokens,
+        k=options.k,
+        output_tokens=options.output_tokens,
+        warm_up=warm_up,
+        requests=requests,
+        seed=options.seed,
+    )
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _last_tree(arms: list[Arm]) -> str:
+    trees = [arm.name for arm in arms if arm.name.startswith(KNOWLEDGE_TREE)]
+    return trees[-1] if trees else arms[-1].name
+
+
+def _arm(arms: list[Arm], flag: str, name: str) -> Arm:
+    for arm in arms:
+        if arm.name == name:
+            return arm
+    raise ConfigError(f"{flag} {name!r} is none of --arms: {', '.join(arm.name for arm in arms)}")
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], _Number]) -> tuple[_Number, ...]:
+    try:
+        values = tuple(kind(each) for each in text.split(",") if each.strip())
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: give numbers, separated by commas") from None
+    if any(value <= 0 for value in values):
+        raise ConfigError(f"{flag} {text!r}: give positive numbers")
+    return values

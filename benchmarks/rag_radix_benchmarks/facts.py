@@ -1,0 +1,69 @@
+"""What a running server says of itself."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rag_radix.comparison import STATE_KEY
+from rag_radix.environment import COMPARISON
+from rag_radix.errors import RagRadixError
+
+REQUEST_LIMIT_S = 60.0
+
+
+class WrongArmError(RagRadixError, RuntimeError):
+    """A server isn't what its arm says, or can't say what it is."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server states.
+
+    Attributes:
+        model: Path or name it was started with.
+        attention_backend: By which name it was chosen, for prefills.
+        built: See `rag_radix.comparison.observed`; of its first rank.
+    """
+
+    model: str
+    attention_backend: str
+    built: Mapping[str, Any]
+
+
+def read_facts(url: str) -> ServerFacts:
+    """Ask a server what it is.
+
+    Raises:
+        WrongArmError: It can't be asked, or doesn't say what cache it built.
+    """
+    info = _get(f"{url}/server_info")
+    built = info["internal_states"][0].get(STATE_KEY)
+    if built is None:
+        raise WrongArmError(
+            f"{url} doesn't say which cache it built: start it with {COMPARISON.name}=1 in its "
+            "environment, where rag-radix is installed"
+        )
+    backend = info["prefill_attention_backend"] or info["attention_backend"]
+    return ServerFacts(info["model_path"], backend, built)
+
+
+def read_tree_report(url: str) -> dict[str, Any]:
+    """`GET /rag/stats` of a server with the knowledge tree.
+
+    Raises:
+        WrongArmError: It has none.
+    """
+    report: dict[str, Any] = _get(f"{url}/rag/stats")
+    return report
+
+
+def _get(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=REQUEST_LIMIT_S) as reply:
+            return json.loads(reply.read())
+    except (OSError, ValueError) as error:
+        raise WrongArmError(f"{url} doesn't answer as an SGLang server does: {error}") from error

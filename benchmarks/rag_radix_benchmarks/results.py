@@ -1,0 +1,149 @@
+"""A comparison's figures, from its finished trials."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rag_radix_benchmarks.answers import Agreement, agreement
+from rag_radix_benchmarks.limits import Limits
+from rag_radix_benchmarks.load import Run
+from rag_radix_benchmarks.statistics import distribution, paired_ratio
+from rag_radix_benchmarks.trials import TrialResult
+
+# The part of the time to the first token that may be the client's own.
+LATE_SHARE_LIMIT = 0.05
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm at one load: a result for each repeat."""
+
+    results: tuple[TrialResult, ...]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [result.run for result in self.results]
+
+    def figures(self, limits: Limits) -> dict[str, Any]:
+        """Times in seconds over the requests of all repeats, tokens and bytes a request."""
+        runs = self.runs
+        outcomes = [outcome for run in runs for outcome in run.outcomes]
+        prompt_tokens = sum(outcome.prompt_tokens for outcome in outcomes)
+        device_tokens = sum(outcome.device_tokens for outcome in outcomes)
+        host_tokens = sum(outcome.host_tokens for outcome in outcomes)
+        tpot_s = [each.tpot_s for each in outcomes if each.tpot_s is not None]
+        requests = len(outcomes)
+        return {
+            "requests": requests,
+            "ttft_s": distribution([outcome.ttft_s for outcome in outcomes]),
+            "tpot_s": distribution(tpot_s) if tpot_s else None,
+            "latency_s": distribution([outcome.latency_s for outcome in outcomes]),
+            "requests_per_s": requests / math.fsum(run.seconds for run in runs),
+            "token_hit_rate": (device_tokens + host_tokens) / prompt_tokens,
+            "device_hit_rate": device_tokens / prompt_tokens,
+            "host_hit_rate": host_tokens / prompt_tokens,
+            "recomputed_tokens": (prompt_tokens - device_tokens - host_tokens) / requests,
+            "share_of_bound": limits.share_reached(runs),
+            "moved_bytes": self._moved(requests),
+            "client_late_share": late_share(runs),
+        }
+
+    def _moved(self, requests: int) -> dict[str, float] | None:
+        moved = [result.moved for result in self.results]
+        if any(each is None for each in moved):
+            return None
+        return {way: sum(each[way] for each in moved if each) / requests for way in ("out", "in")}
+
+
+def late_share(runs: Sequence[Run]) -> float:
+    """Part of the time to the first token that passed before the client sent its requests."""
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    late_s = math.fsum(outcome.late_s for outcome in outcomes)
+    return late_s / math.fsum(outcome.ttft_s for outcome in outcomes)
+
+
+# What a run is compared by: all are better when they are lower.
+COMPARED: dict[str, Callable[[Run], float]] = {
+    "mean_ttft": lambda run: distribution(run.ttft_s)["mean"],
+    "p50_ttft": lambda run: distribution(run.ttft_s)["p50"],
+    "p90_ttft": lambda run: distribution(run.ttft_s)["p90"],
+    "p99_ttft": lambda run: distribution(run.ttft_s)["p99"],
+    "mean_latency": lambda run: math.fsum(o.latency_s for o in run.outcomes) / len(run.outcomes),
+}
+
+
+def ratios(cell: Cell, reference: Cell) -> dict[str, Any]:
+    """`cell / reference` for each figure compared; above 1, the reference is faster."""
+    return {
+        name: asdict(paired_ratio(list(map(of, cell.runs)), list(map(of, reference.runs))))
+        for name, of in COMPARED.items()
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All finished trials of a comparison.
+
+    Attributes:
+        cells: By load and arm; every load has the same arms.
+        reference: The arm that the others are divided by.
+        limits: What the best cache could do.
+    """
+
+    cells: Mapping[str, Mapping[str, Cell]]
+    reference: str
+    limits: Limits
+
+    def agreements(self) -> dict[str, Agreement]:
+        """By arm, its answers beside those of the reference, over all loads."""
+        arms = [arm for arm in next(iter(self.cells.values())) if arm != self.reference]
+        return {
+            arm: agreement(
+                [run for cells in self.cells.values() for run in cells[arm].runs],
+                [run for cells in self.cells.values() for run in cells[self.reference].runs],
+            )
+            for arm in arms
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: figures by load and arm, ratios to the reference, the bound, answers."""
+        figures = {
+            load: {arm: cell.figures(self.limits) for arm, cell in cells.items()}
+            for load, cells in self.cells.items()
+        }
+        late = max(
+            of_arm["client_late_share"] for by_arm in figures.values() for of_arm in by_arm.values()
+        )
+        return {
+            "reference": self.reference,
+            "loads": figures,
+            "ratios": {
+                load: {
+                    arm: ratios(cell, cells[self.reference])
+                    for arm, cell in cells.items()
+                    if arm != self.reference
+                }
+                for load, cells in self.cells.items()
+            },
+            "bound": {
+                "token_hit_rate": self.limits.token_hit_rate,
+                "saved_share": self.limits.saved_share,
+            },
+            "answers": {arm: asdict(each) for arm, each in self.agreements().items()},
+            "client_kept_up": late <= LATE_SHARE_LIMIT,
+            "servers": {
+                arm: asdict(cell.results[-1].facts)
+                for arm, cell in next(iter(self.cells.values())).items()
+            },
+            "trees": {
+                load: {
+                    arm: cell.results[-1].tree
+                    for arm, cell in cells.items()
+                    if cell.results[-1].tree is not None
+                }
+                for load, cells in self.cells.items()
+            },
+        }

@@ -1,0 +1,77 @@
+"""A comparison as tables, for a terminal or in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Rows = list[list[str]]
+
+FIGURES = [
+    "arm",
+    "TTFT mean",
+    "p50",
+    "p90",
+    "p99 s",
+    "TPOT ms",
+    "latency s",
+    "requests/s",
+    "hit rate",
+    "device",
+    "host",
+    "recomputed",
+    "of bound",
+]
+RATIOS = ["arm ÷ reference", "mean TTFT", "p50", "p90", "p99", "mean latency"]
+
+
+def figure_rows(by_arm: Mapping[str, Any]) -> Rows:
+    """One row an arm, in the columns of `FIGURES`; `recomputed` is tokens a request."""
+    rows = []
+    for arm, figures in by_arm.items():
+        ttft, tpot, share = figures["ttft_s"], figures["tpot_s"], figures["share_of_bound"]
+        rows.append(
+            [
+                arm,
+                *(f"{ttft[name]:.3f}" for name in ("mean", "p50", "p90", "p99")),
+                "-" if tpot is None else f"{1e3 * tpot['mean']:.0f}",
+                f"{figures['latency_s']['mean']:.3f}",
+                f"{figures['requests_per_s']:.2f}",
+                *(f"{figures[name]:.1%}" for name in _HIT_RATES),
+                f"{figures['recomputed_tokens']:,.0f}",
+                "-" if share is None else f"{share:.2f}",
+            ]
+        )
+    return rows
+
+
+_HIT_RATES = ("token_hit_rate", "device_hit_rate", "host_hit_rate")
+
+
+def ratio_rows(by_arm: Mapping[str, Any]) -> Rows:
+    """One row an arm, in the columns of `RATIOS`: ratio and its confidence interval."""
+    return [[arm, *map(ratio_text, ratios.values())] for arm, ratios in by_arm.items()]
+
+
+def ratio_text(ratio: Mapping[str, Any]) -> str:
+    if ratio["low"] is None:
+        return f"{ratio['value']:.2f}"
+    return f"{ratio['value']:.2f} ({ratio['low']:.2f}..{ratio['high']:.2f})"
+
+
+def plain(header: Sequence[str], rows: Rows) -> str:
+    """Columns of a terminal: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if number == 0 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    )
+
+
+def markdown(header: Sequence[str], rows: Rows) -> str:
+    """A table of Markdown."""
+    separator = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, separator, *rows))

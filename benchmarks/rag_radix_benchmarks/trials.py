@@ -1,0 +1,142 @@
+"""One measured run as a value, and a file that keeps those that are done."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rag_radix.errors import ConfigError
+from rag_radix_benchmarks.arms import Arm
+from rag_radix_benchmarks.facts import ServerFacts
+from rag_radix_benchmarks.load import Outcome, Run
+from rag_radix_benchmarks.setup import Setup
+from rag_radix_benchmarks.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Requests come at a mean rate, whatever became of those before."""
+
+    requests_per_s: float
+
+    def __str__(self) -> str:
+        return f"{self.requests_per_s:.3g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """So many requests are always under way."""
+
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at once"
+
+
+Load = OpenLoop | ClosedLoop
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All that decides what a run is: one arm, asked one part of the workload at one load."""
+
+    setup: Setup
+    arm: Arm
+    workload: Workload
+    load: Load
+    repeat: int
+
+    @property
+    def key(self) -> str:
+        """Equal for equal trials, in any process."""
+        fields = {
+            "model": self.setup.model_path,
+            "flags": self.setup.flags(self.arm),
+            "url": self.arm.url,
+            "workload": [type(self.workload).__name__, asdict(self.workload)],
+            "load": [type(self.load).__name__, asdict(self.load)],
+            "repeat": self.repeat,
+        }
+        return hashlib.blake2b(orjson.dumps(fields), digest_size=8).hexdigest()
+
+    def __str__(self) -> str:
+        return f"{self.arm.name}, {self.load}, repeat {self.repeat + 1}"
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What came of a trial.
+
+    Attributes:
+        run: The measured requests.
+        facts: What the server said of itself.
+        moved: Of the knowledge tree, bytes copied to host (`out`) and back (`in`) meanwhile.
+        tree: Its `/rag/stats` at the end.
+    """
+
+    run: Run
+    facts: ServerFacts
+    moved: Mapping[str, int] | None = None
+    tree: Mapping[str, Any] | None = None
+
+
+class TrialStore:
+    """Finished trials, one JSON line each; a line is written as a whole or not at all.
+
+    Args:
+        path: File to read and append to; None keeps them in memory only.
+
+    Raises:
+        ConfigError: The file can't be written, or holds something else.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._results: dict[str, TrialResult] = {}
+        self._file = None
+        if path is None:
+            return
+        try:
+            self._file = path.open("a+b", buffering=0)
+            self._file.seek(0)
+            content = self._file.read()
+        except OSError as error:
+            raise ConfigError(f"results can't be kept in {str(path)!r}: {error}") from error
+        # A line that an interruption cut off has no end.
+        complete = content[: content.rfind(b"\n") + 1]
+        self._file.truncate(len(complete))
+        for number, line in enumerate(complete.splitlines(), 1):
+            try:
+                fields = orjson.loads(line)
+                self._results[fields["key"]] = _parse(fields["result"])
+            except (LookupError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{path}:{number} is no finished run ({error!r}): give another --out"
+                ) from error
+
+    def get(self, trial: Trial) -> TrialResult | None:
+        return self._results.get(trial.key)
+
+    def add(self, trial: Trial, result: TrialResult) -> None:
+        self._results[trial.key] = result
+        if self._file is not None:
+            line = {"key": trial.key, "trial": str(trial), "result": result}
+            self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _parse(fields: dict[str, Any]) -> TrialResult:
+    run = fields["run"]
+    outcomes = tuple(
+        Outcome(**{**outcome, "output_ids": tuple(outcome["output_ids"])})
+        for outcome in run["outcomes"]
+    )
+    return TrialResult(
+        run=Run(outcomes, tuple(run["due_s"]), run["seconds"]),
+        facts=ServerFacts(**fields["facts"]),
+        moved=fields["moved"],
+        tree=fields["tree"],
+    )

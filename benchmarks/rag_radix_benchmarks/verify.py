@@ -1,0 +1,49 @@
+"""Is a server what its arm says? Nothing is reported of one that isn't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rag_radix_benchmarks.arms import Arm
+from rag_radix_benchmarks.facts import ServerFacts, WrongArmError
+from rag_radix_benchmarks.setup import Setup
+
+
+def verify(arm: Arm, setup: Setup, facts: ServerFacts) -> None:
+    """Compare a server with what its arm and the common setup say.
+
+    Raises:
+        WrongArmError: Naming all that is different.
+    """
+    expected: dict[str, object] = {
+        **arm.built,
+        "model": _comparable(setup.model_path),
+        "attention_backend": setup.attention_backend,
+        "device_tokens": setup.device_tokens // setup.page_size * setup.page_size,
+        "page_size": setup.page_size,
+        "chunk_tokens": setup.chunk_tokens,
+        "running_requests": setup.running_requests,
+    }
+    actual = {
+        **facts.built,
+        "model": _comparable(facts.model),
+        "attention_backend": facts.attention_backend,
+    }
+    wrong = [
+        f"{key} is {actual.get(key)!r}, not {value!r}"
+        for key, value in expected.items()
+        if actual.get(key) != value
+    ]
+    host_tokens = setup.host_tokens if arm.host_tier else 0
+    # SGLang fills a host pool up to whole pages and adds one; the flag is a ratio.
+    least, most = max(host_tokens - setup.page_size, 0), host_tokens + 2 * setup.page_size
+    if not least <= actual["host_tokens"] <= (most if arm.host_tier else 0):
+        wrong.append(f"host_tokens is {actual['host_tokens']!r}, not {host_tokens!r}")
+    if wrong:
+        raise WrongArmError(f"the server of {arm.name} isn't that arm: {'; '.join(wrong)}")
+
+
+def _comparable(model: str) -> str:
+    """A model by name or by folder; a folder in any spelling."""
+    folder = Path(model)
+    return str(folder.resolve()) if folder.is_dir() else model
