@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rag_radix_frontend.endpoint import RagEndpoint
     from rag_radix_frontend.errors import FrontendError
     from rag_radix_frontend.messages import annotate
+    from rag_radix_frontend.retrieval_report import RetrievalReport
     from rag_radix_frontend.retrieve import rag_retrieve
     from rag_radix_frontend.retrieved_text import RetrievedText
     from rag_radix_frontend.retriever import FaissRetriever, Retriever, ScoredDocument, Stage
@@ -26,6 +27,7 @@ _MODULES = {
     "FaissRetriever": "retriever",
     "FrontendError": "errors",
     "RagEndpoint": "endpoint",
+    "RetrievalReport": "retrieval_report",
     "RetrievedText": "retrieved_text",
     "Retriever": "retriever",
     "ScoredDocument": "retriever",
@@ -43,6 +45,7 @@ __all__ = [
     "FaissRetriever",
     "FrontendError",
     "RagEndpoint",
+    "RetrievalReport",
     "RetrievedText",
     "Retriever",
     "ScoredDocument",

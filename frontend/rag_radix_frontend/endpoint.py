@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-import threading
-import uuid
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
+from sglang.lang.choices import ChoicesDecision, ChoicesSamplingMethod
 from sglang.lang.global_config import global_config
 from sglang.lang.interpreter import ProgramState, StreamExecutor
 from sglang.lang.ir import SglSamplingParams
 from sglang.utils import http_request
 
-from rag_radix_frontend.errors import ArgumentError, RequestAborted, RequestError
-from rag_radix_frontend.wire import placed_annotation
+from rag_radix_frontend.errors import (
+    ArgumentError,
+    RequestAborted,
+    RequestError,
+    SpeculationEnded,
+    SpeculationRefused,
+)
+from rag_radix_frontend.gate import Gate, Pool
+from rag_radix_frontend.in_flight import InFlight
+from rag_radix_frontend.pipeline import Speculator
+from rag_radix_frontend.promotion import Promoter
+from rag_radix_frontend.retrieval_report import RetrievalReport
+from rag_radix_frontend.run_ahead import Call, Method
+from rag_radix_frontend.speculation import Speculation
+from rag_radix_frontend.wire import ENDED, REFUSED, placed_annotation
 
 _LOGPROB_OPTIONS = (
     "return_logprob",
@@ -26,22 +37,15 @@ _LOGPROB_OPTIONS = (
     "top_logprobs_num",
     "return_text_in_logprobs",
 )
-_CANCEL_RETRY_S = 0.1
-
-
-@dataclass
-class _Requests:
-    """The requests a state has at the server, and whether it may send more."""
-
-    rids: set[str] = field(default_factory=set)
-    cancelled: bool = False
 
 
 class RagEndpoint(RuntimeEndpoint):
-    """`sgl.RuntimeEndpoint`, with three differences.
+    """`sgl.RuntimeEndpoint`, with four differences.
 
     - Every request whose text holds retrieved documents says where they are, `gen` and
       `select` alike. With `strict`, the server refuses those it can't place.
+    - The request after a retrieval may be answered while the retrieval still runs
+      (`rag_retrieve`), where the server has rag-radix's routes.
     - `cancel(state)` ends a program's requests.
     - What the server refuses raises `RequestError`, and `gen(n > 1)` returns a list.
     """
@@ -61,30 +65,30 @@ class RagEndpoint(RuntimeEndpoint):
         # SGLang's client assumes a route for it that its server doesn't have.
         self.support_concate_and_append = False
         self._strict = strict
-        self._changed = threading.Condition()
-        self._requests: weakref.WeakKeyDictionary[StreamExecutor, _Requests] = (
-            weakref.WeakKeyDictionary()
+        self._in_flight = InFlight(lambda rid: self._post("/abort_request", {"rid": rid}))
+        self.speculator = Speculator(
+            Gate(self._pool), self._in_flight, Promoter(self._promote), self._identity
         )
 
     def cancel(self, state: ProgramState) -> None:
         """End a program: its requests are aborted and it may send no more.
 
-        The program gets `RequestAborted`. Returns when the server has let go of its requests.
-        Forks are states of their own. A request for several samples (`n > 1`) can't be
-        aborted; it ends first.
+        The program gets `RequestAborted`. Returns when the server has let go of its requests,
+        speculations included. Forks are states of their own. A request for several samples
+        (`n > 1`) can't be aborted; it ends first.
         """
-        with self._changed:
-            requests = self._requests.setdefault(state.stream_executor, _Requests())
-            requests.cancelled = True
-            while requests.rids:
-                for rid in requests.rids:
-                    self._post("/abort_request", {"rid": rid})
-                # The server ignores a rid that it hasn't seen yet, so ask again.
-                self._changed.wait(_CANCEL_RETRY_S)
+        self._in_flight.cancel(state.stream_executor)
+
+    def retrievals(self) -> RetrievalReport:
+        """What all retrievals of programs on this endpoint took, and their speculations."""
+        return self.speculator.log.report
 
     def generate(
         self, s: StreamExecutor, sampling_params: SglSamplingParams
     ) -> tuple[str | list[str], Any]:
+        if (kept := self._kept(s, "generate", sampling_params)) is not None:
+            answer: tuple[str, Any] = kept.result()
+            return answer
         result = self._generate_http_request(s, self._payload(s, sampling_params))
         if isinstance(result, list):
             return [sample["text"] for sample in result], [r["meta_info"] for r in result]
@@ -95,6 +99,9 @@ class RagEndpoint(RuntimeEndpoint):
     ) -> Iterator[tuple[str, Any]]:
         if sampling_params.n != 1:
             raise ArgumentError(f"a stream has one sample, so n must be 1, not {sampling_params.n}")
+        if (kept := self._kept(s, "generate_stream", sampling_params)) is not None:
+            yield from kept.events()
+            return
         data = {**self._payload(s, sampling_params), "stream": True}
         self._add_images(s, data)
         with self._sending(s, data), contextlib.closing(self._post("/generate", data)) as response:
@@ -103,6 +110,17 @@ class RagEndpoint(RuntimeEndpoint):
                 _check_result(event)
                 yield event["text"][sent:], event["meta_info"]
                 sent = len(event["text"])
+
+    def select(
+        self,
+        s: StreamExecutor,
+        choices: list[str],
+        temperature: float,
+        choices_method: ChoicesSamplingMethod,
+    ) -> ChoicesDecision:
+        if (kept := self._kept(s, "select", choices, temperature, choices_method)) is not None:
+            return kept.result()
+        return super().select(s, choices, temperature, choices_method)
 
     def commit_lazy_operations(self, s: StreamExecutor) -> None:
         self._generate_http_request(s, {"text": s.text_, "sampling_params": {"max_new_tokens": 0}})
@@ -134,22 +152,50 @@ class RagEndpoint(RuntimeEndpoint):
     @contextlib.contextmanager
     def _sending(self, s: StreamExecutor, data: dict[str, Any]) -> Iterator[None]:
         """Give a request its ids and annotations, and count it as running meanwhile."""
-        _annotate(data, self._strict)
         batch = data.get("text", data.get("input_ids"))
         count = len(batch) if isinstance(batch, list) else 1
-        rids = [uuid.uuid4().hex for _ in range(count)]
-        data["rid"] = rids if isinstance(batch, list) else rids[0]
-        with self._changed:
-            requests = self._requests.setdefault(s, _Requests())
-            if requests.cancelled:
-                raise RequestAborted("the program was cancelled")
-            requests.rids.update(rids)
-        try:
+        with self._in_flight.sending(s, count) as ticket:
+            data["rid"] = ticket.rids if isinstance(batch, list) else ticket.rids[0]
+            _annotate(data, self._strict, ticket.speculative)
             yield
-        finally:
-            with self._changed:
-                requests.rids.difference_update(rids)
-                self._changed.notify_all()
+
+    def _kept(self, s: StreamExecutor, method: Method, *arguments: Any) -> Speculation | None:
+        """The speculation that answers this call of a state, if it has one that does."""
+        # The copies that speculations run on have none themselves.
+        kept: Speculation | None = getattr(s, "kept", None)
+        if kept is None:
+            return None
+        s.kept = None
+        if kept.identity == self._identity(Call(s, method, arguments)) and kept.is_answer():
+            return kept
+        kept.discard()
+        return None
+
+    def _identity(self, call: Call) -> object:
+        """All that the answer to a call depends on."""
+        if call.method == "select":
+            data: dict[str, Any] = {"text": call.state.text_, "sampling_params": {}}
+            asked: object = call.arguments
+        else:
+            # Making a payload changes the parameters.
+            data = self._payload(call.state, copy.deepcopy(call.arguments[0]))
+            asked = None
+        self._add_images(call.state, data)
+        _annotate(data, self._strict, speculative=False)
+        return call.method, data, asked
+
+    def _pool(self) -> Pool:
+        pool = self._get("/rag/pool")
+        return Pool(pool["waiting"], pool["max_prefill_bs"])
+
+    def _promote(self, rids: list[str]) -> Mapping[str, str]:
+        states: Mapping[str, str] = self._post("/rag/promote", {"rids": rids}).json()["rids"]
+        return states
+
+    def _get(self, route: str) -> Any:
+        response = http_request(self.base_url + route, api_key=self.api_key, verify=self.verify)
+        self._assert_success(response)
+        return response.json()
 
     def _post(self, route: str, data: dict[str, Any]) -> Any:
         response = http_request(
@@ -166,17 +212,33 @@ class RagEndpoint(RuntimeEndpoint):
         try:
             super()._assert_success(res)
         except RuntimeError as error:
-            raise RequestError(f"the server refused the request: {error}") from None
+            if (message := _message(error.args[0])).startswith(REFUSED):
+                raise SpeculationRefused(message) from None
+            if message.startswith(ENDED):
+                raise SpeculationEnded(message) from None
+            raise RequestError(
+                f"the server refused the request: {error}", res.status_code
+            ) from None
 
 
-def _annotate(data: dict[str, Any], strict: bool) -> None:
+def _annotate(data: dict[str, Any], strict: bool, speculative: bool) -> None:
     text, params = data.get("text"), data["sampling_params"]
+    texts = text if isinstance(text, list) else [text]
+    annotations = [placed_annotation(one, strict=strict, speculative=speculative) for one in texts]
+    if not any(annotations):
+        return
     if isinstance(text, list):
-        annotations = [placed_annotation(one, strict=strict) for one in text]
-        if any(annotations):
-            data["sampling_params"] = [{**params, "custom_params": one} for one in annotations]
-    elif text is not None and (annotation := placed_annotation(text, strict=strict)):
-        params["custom_params"] = annotation
+        data["sampling_params"] = [{**params, "custom_params": one} for one in annotations]
+    else:
+        params["custom_params"] = annotations[0]
+
+
+def _message(content: Any) -> str:
+    """What an error reply says: SGLang has several forms of it."""
+    for key in ("message", "error", "detail"):
+        if isinstance(content, Mapping) and key in content:
+            return _message(content[key])
+    return str(content)
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
@@ -194,4 +256,8 @@ def _check_result(result: dict[str, Any]) -> None:
         raise RequestError(f"the server refused the request: {result['error']}")
     reason = result["meta_info"].get("finish_reason")
     if reason and reason["type"] == "abort":
-        raise RequestAborted(f"the request was aborted: {reason.get('message')}")
+        message = reason.get("message") or ""
+        for prefix, error in ((REFUSED, SpeculationRefused), (ENDED, SpeculationEnded)):
+            if message.startswith(prefix):
+                raise error(message, result["meta_info"])
+        raise RequestAborted(f"the request was aborted: {message}", result["meta_info"])

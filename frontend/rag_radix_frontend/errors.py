@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class FrontendError(Exception):
     """Root of every error that `rag_radix_frontend` raises on purpose."""
@@ -28,11 +31,30 @@ class RetrievalError(FrontendError):
 
 
 class RequestError(FrontendError, RuntimeError):
-    """The server refused a request or answered with an error."""
+    """The server refused a request or answered with an error; `status` is its HTTP status."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RequestAborted(RequestError):
-    """A request was cancelled, so its text is not an answer."""
+    """A request was cancelled, so its text is not an answer.
+
+    `meta_info` is what the server said about it.
+    """
+
+    def __init__(self, message: str, meta_info: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.meta_info = meta_info or {}
+
+
+class SpeculationRefused(RequestAborted):
+    """The server had no room for a speculation. Programs never see this."""
+
+
+class SpeculationEnded(RequestAborted):
+    """The server ended a speculation in favour of other requests. Programs never see this."""
 
 
 class IncompatibleSGLangError(FrontendError, ImportError):

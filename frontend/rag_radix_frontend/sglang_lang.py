@@ -1,9 +1,11 @@
-"""Everything that touches the inside of SGLang's frontend language; nothing else does.
+"""What is changed in SGLang's frontend language. This and `run_ahead` touch its inside.
 
-SGLang runs a program's expressions on a thread of the state. Two things are added to it:
+SGLang runs a program's expressions on a thread of the state. Three things are added to it:
 
 - `ComputedText`, an expression whose text a function computes on that thread. To the rest of
   SGLang it is a `select`: an expression that appends a text and sets a variable.
+- While an expression is executed, an executor knows what follows it, as far as the program has
+  said: programs run ahead of their executor.
 - A failure on that thread reaches the program. SGLang 0.5.23 only warns: reading a variable
   then raises `KeyError`, appending to the state or waiting for it may never return, and a
   broken stream looks like a complete one. Here reading, appending, forking and joining raise
@@ -16,17 +18,24 @@ doesn't have the methods that they override.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang.lang import interpreter
 from sglang.lang.interpreter import ProgramState, ProgramStateGroup, StreamExecutor
-from sglang.lang.ir import SglSelect
+from sglang.lang.ir import SglExprList, SglSelect
 
 from rag_radix_frontend.errors import IncompatibleSGLangError
+
+if TYPE_CHECKING:
+    from rag_radix_frontend.speculation import Speculation
+
+StockStreamExecutor: TypeAlias = StreamExecutor
 
 
 class ComputedText(SglSelect, ABC):
@@ -36,18 +45,28 @@ class ComputedText(SglSelect, ABC):
         super().__init__(name, choices=[], temperature=0.0, choices_method=None)
 
     @abstractmethod
-    def compute(self, backend: Any) -> str:
-        """The text; called on the state's thread, with the backend the program runs on."""
+    def compute(self, executor: RagStreamExecutor) -> str:
+        """The text; called on the state's thread."""
 
 
 class RagStreamExecutor(StreamExecutor):
-    """A stream executor that computes texts and hands its failure to the program."""
+    """A stream executor that computes texts and hands its failure to the program.
+
+    Attributes:
+        failure: What ended the program, if it has failed.
+        on_submit: Called after the program has appended something, on the program's thread.
+        kept: The speculation that may be the answer to the next request; the backend takes it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Set before the base class starts the thread. Reentrant, since garbage collection may
         # call end() in the middle of submit().
         self._failing = threading.RLock()
         self.failure: Exception | None = None
+        self.on_submit: Callable[[], None] | None = None
+        self.kept: Speculation | None = None
+        # What is left of the lists being executed, outermost first.
+        self._rests: list[deque[Any]] = []
         super().__init__(*args, **kwargs)
 
     def raise_failure(self) -> None:
@@ -60,6 +79,22 @@ class RagStreamExecutor(StreamExecutor):
         with self._failing:
             self.raise_failure()
             super().submit(expr)
+        # Read once: the state's thread may take it away.
+        if (on_submit := self.on_submit) is not None:
+            on_submit()
+
+    def following(self) -> Iterator[Any]:
+        """What comes after the expression being executed, up to where the program is now."""
+        for rest in reversed(self._rests):
+            yield from tuple(rest)
+        if not self.use_thread:
+            return
+        with self.queue.mutex:
+            queued = tuple(self.queue.queue)
+        for expr in queued:
+            if expr is None:  # the program's end
+                return
+            yield expr
 
     def end(self) -> None:
         with self._failing:
@@ -67,6 +102,9 @@ class RagStreamExecutor(StreamExecutor):
                 super().end()
             else:
                 self.backend.end_program(self)
+        # With a thread, the end comes when that has executed what is queued.
+        if not self.use_thread:
+            self._drop_kept()
 
     def get_var(self, name: str) -> Any:
         try:
@@ -92,10 +130,22 @@ class RagStreamExecutor(StreamExecutor):
 
     def _execute(self, other: Any) -> None:
         try:
-            super()._execute(other)
+            if isinstance(other, SglExprList):
+                self._execute_list(other)
+            else:
+                super()._execute(other)
         except Exception as error:
             self._fail(error)
             raise
+
+    def _execute_list(self, exprs: SglExprList) -> None:
+        rest = deque(exprs.expr_list)
+        self._rests.append(rest)
+        try:
+            while rest:
+                self._execute(rest.popleft())
+        finally:
+            self._rests.pop()
 
     def _fail(self, error: Exception) -> None:
         with self._failing:
@@ -111,15 +161,25 @@ class RagStreamExecutor(StreamExecutor):
         if not isinstance(expr, ComputedText):
             super()._execute_select(expr)
             return
-        text = expr.compute(self.backend)
+        text = expr.compute(self)
         self._execute_fill(text)
         self.variables[expr.name] = text
         self.variable_event[expr.name].set()
         if self.stream:
             self.stream_var_event[expr.name].set()
 
+    def _resolve_sampling_params(self, sampling_params: Any) -> Any:
+        # SGLang extends the expression's own stop strings, so that they grow each time.
+        return super()._resolve_sampling_params(copy.deepcopy(sampling_params))
+
+    def _drop_kept(self) -> None:
+        if self.kept is not None:
+            self.kept.discard()
+            self.kept = None
+
     def _thread_worker_func(self) -> None:
         super()._thread_worker_func()
+        self._drop_kept()
         # The base class wakes readers of the stream before it marks the end; one that looked
         # in between would wait for ever.
         if self.stream_text_event:
@@ -192,6 +252,7 @@ _USED: dict[type, dict[str, tuple[str, ...]]] = {
         "_execute_fill": ("self", "value", "prefix"),
         "_thread_worker_func": ("self",),
         "_init_var_event": ("self", "expr"),
+        "_resolve_sampling_params": ("self", "sampling_params"),
     },
     ProgramState: {
         "text": ("self",),

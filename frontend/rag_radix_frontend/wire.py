@@ -8,19 +8,30 @@ from typing import Any
 from rag_radix_frontend.document import Document
 from rag_radix_frontend.retrieved_text import RetrievedText
 
+# How the server's messages begin about a speculation that it doesn't take, or no longer runs.
+REFUSED = "speculation refused"
+ENDED = "speculation ended"
 
-def placed_annotation(text: str, *, strict: bool = False) -> dict[str, Any] | None:
-    """`custom_params` for a prompt sent as this text; None when it holds no documents.
+
+def placed_annotation(
+    text: str | None, *, strict: bool = False, speculative: bool = False
+) -> dict[str, Any] | None:
+    """`custom_params` for a prompt sent as this text; None when there is nothing to say of it.
 
     Ranges are half-open and count characters of the text.
     """
     if not isinstance(text, RetrievedText) or not text.documents:
-        return None
+        return speculative_annotation() if speculative else None
     documents = [
         {**_identity(placed.document), "start": placed.start, "end": placed.end}
         for placed in text.documents
     ]
-    return _custom_params({"documents": documents, "unit": "char"}, strict)
+    return _custom_params({"documents": documents, "unit": "char"}, strict, speculative)
+
+
+def speculative_annotation() -> dict[str, Any]:
+    """`custom_params` for a speculation whose prompt holds no documents."""
+    return _custom_params({"documents": []}, strict=False, speculative=True)
 
 
 def quoted_annotation(
@@ -40,7 +51,9 @@ def _identity(document: Document) -> dict[str, Any]:
     return identity
 
 
-def _custom_params(rag: dict[str, Any], strict: bool) -> dict[str, Any]:
+def _custom_params(rag: dict[str, Any], strict: bool, speculative: bool = False) -> dict[str, Any]:
     if strict:
         rag["strict"] = True
+    if speculative:
+        rag["speculative"] = True
     return {"rag": rag}

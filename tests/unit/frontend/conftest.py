@@ -138,7 +138,7 @@ class StubServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def _answer(self, text: str, sampling_params: dict[str, Any]) -> dict[str, Any]:
         reason = {"type": "abort", "message": "Aborted"} if self.hold else {"type": "stop"}

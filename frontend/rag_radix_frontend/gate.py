@@ -1,0 +1,139 @@
+"""When a speculation may be sent: the server's word, asked for by one thread for all programs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from rag_radix_frontend.errors import RequestError
+
+_LOG = logging.getLogger(__name__)
+
+MAX_SPECULATIONS = 64
+_SHORTEST_INTERVAL_S = 0.05
+_LONGEST_INTERVAL_S = 0.4
+
+
+class Pool(NamedTuple):
+    """The server's waiting requests: a speculation is refused where `max_prefill_bs` wait."""
+
+    waiting: int
+    max_prefill_bs: int
+
+
+class Candidate(Protocol):
+    """A speculation that waits to be sent."""
+
+    def admitted(self) -> None:
+        """It may be sent now. Called on any thread; `Gate.leave()` is then due, sent or not."""
+        ...
+
+
+class Gate:
+    """Lets speculations through while the server takes them, and at most so many at a time.
+
+    It is shut at first and after every refusal. What comes while it is shut waits, and while
+    something waits the server is asked, at intervals that double from 50 ms to 400 ms as long as
+    it takes nothing. A server that doesn't know the question gets no speculations at all.
+    """
+
+    def __init__(self, ask: Callable[[], Pool], limit: int = MAX_SPECULATIONS) -> None:
+        """`ask` returns the server's pool; it raises `RequestError` where there is none."""
+        self._ask = ask
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._waiting: dict[Candidate, None] = {}
+        self._inside = 0
+        self._open = False
+        self._useless = False
+        self._asking = False
+        self._asked_s = 0.0
+        self._interval_s = 0.0
+
+    def enter(self, candidate: Candidate) -> bool:
+        """Whether a candidate may be sent at once; if not, it waits until it may or withdraws."""
+        with self._changed:
+            if self._useless:
+                return False
+            if self._open and not self._waiting and self._inside < self._limit:
+                self._inside += 1
+                return True
+            self._waiting[candidate] = None
+            self._watch_if_shut()
+            return False
+
+    def withdraw(self, candidate: Candidate) -> None:
+        with self._changed:
+            self._waiting.pop(candidate, None)
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """A speculation that was let through is over, or was not sent after all."""
+        with self._changed:
+            self._inside -= 1
+            admitted = self._admit(1) if self._open else []
+        for candidate in admitted:
+            candidate.admitted()
+
+    def shut(self) -> None:
+        """The server takes no speculations at present."""
+        with self._changed:
+            if self._open:
+                self._open = False
+                self._asked_s = time.monotonic()
+                self._interval_s = _SHORTEST_INTERVAL_S
+                self._watch_if_shut()
+
+    def _watch_if_shut(self) -> None:
+        if self._waiting and not self._open and not self._asking:
+            self._asking = True
+            threading.Thread(target=self._watch, name="rag-gate", daemon=True).start()
+
+    def _admit(self, room: int) -> list[Candidate]:
+        room = min(room, self._limit - self._inside)
+        admitted = list(self._waiting)[:room]
+        for candidate in admitted:
+            del self._waiting[candidate]
+        self._inside += len(admitted)
+        return admitted
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                due_s = self._asked_s + self._interval_s
+                while self._waiting and (pause_s := due_s - time.monotonic()) > 0:
+                    self._changed.wait(pause_s)
+                if self._open or self._useless or not self._waiting:
+                    self._asking = False
+                    return
+            room = self._room()
+            with self._changed:
+                self._asked_s = time.monotonic()
+                if room:
+                    self._interval_s = _SHORTEST_INTERVAL_S
+                else:
+                    longer_s = max(2 * self._interval_s, _SHORTEST_INTERVAL_S)
+                    self._interval_s = min(longer_s, _LONGEST_INTERVAL_S)
+                admitted = self._admit(room)
+                self._open = room > 0 and not self._waiting
+                if self._useless:
+                    self._waiting.clear()
+            for candidate in admitted:
+                candidate.admitted()
+
+    def _room(self) -> int:
+        """How many speculations the server would take now."""
+        try:
+            pool = self._ask()
+        except RequestError as error:
+            if error.status is not None and 400 <= error.status < 500:
+                _LOG.info("the server takes no speculations: %s", error)
+                self._useless = True
+            return 0
+        except Exception as error:
+            _LOG.warning("the server can't be asked whether it takes speculations: %s", error)
+            return 0
+        return max(0, pool.max_prefill_bs - pool.waiting)

@@ -1,0 +1,147 @@
+"""The requests that states have at the server, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rag_radix_frontend.errors import RequestAborted
+
+_RETRY_S = 0.1
+
+
+@dataclass(eq=False)
+class _Requests:
+    """The requests of a state.
+
+    Attributes:
+        rids: Those at the server now.
+        sent: All of them.
+        ahead: The requests of its speculations.
+        speculative: Requests are sent as speculations.
+        cancelled: No more are sent.
+    """
+
+    rids: set[str] = field(default_factory=set)
+    sent: list[str] = field(default_factory=list)
+    ahead: weakref.WeakSet[_Requests] = field(default_factory=weakref.WeakSet)
+    speculative: bool = False
+    cancelled: bool = False
+
+
+class Ticket(NamedTuple):
+    """What a request is sent under."""
+
+    rids: list[str]
+    speculative: bool
+
+
+class InFlight:
+    """Gives requests their ids, knows which of them are at the server, and ends them.
+
+    A state is any object; its requests are forgotten with it. Safe to share between threads.
+    """
+
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        self._abort = abort
+        # Its lock is reentrant: garbage collection may end a program at any point.
+        self._changed = threading.Condition()
+        self._of: weakref.WeakKeyDictionary[Any, _Requests] = weakref.WeakKeyDictionary()
+        self._unwanted: list[_Requests] = []
+        self._aborting = False
+
+    @contextlib.contextmanager
+    def sending(self, state: Any, count: int) -> Iterator[Ticket]:
+        """Ids for `count` requests of a state, which count as being at the server meanwhile.
+
+        Raises:
+            RequestAborted: the state is cancelled.
+        """
+        rids = [uuid.uuid4().hex for _ in range(count)]
+        with self._changed:
+            requests = self._of.setdefault(state, _Requests())
+            if requests.cancelled:
+                raise RequestAborted("the program was cancelled")
+            requests.rids.update(rids)
+            requests.sent += rids
+            ticket = Ticket(rids, requests.speculative)
+        try:
+            yield ticket
+        finally:
+            with self._changed:
+                requests.rids.difference_update(rids)
+                self._changed.notify_all()
+
+    def speculate(self, state: Any, copy: Any) -> None:
+        """From now on the requests of `copy` are speculations of `state`, cancelled with it.
+
+        Raises:
+            RequestAborted: the state is cancelled.
+        """
+        with self._changed:
+            requests = self._of.setdefault(state, _Requests())
+            if requests.cancelled:
+                raise RequestAborted("the program was cancelled")
+            self._of[copy] = ahead = _Requests(speculative=True)
+            requests.ahead.add(ahead)
+
+    def make_ordinary(self, copy: Any) -> list[str]:
+        """Let all further requests of a speculation be ordinary ones; the ids of those before."""
+        with self._changed:
+            self._of[copy].speculative = False
+            return list(self._of[copy].sent)
+
+    def cancel(self, state: Any) -> None:
+        """End a state's requests and those of its speculations; returns when they are gone."""
+        with self._changed:
+            requests = self._of.setdefault(state, _Requests())
+            family = [requests, *requests.ahead]
+            self._end(family)
+            self._changed.wait_for(lambda: not any(one.rids for one in family))
+
+    def discard(self, state: Any) -> None:
+        """End a state's requests, without waiting for it."""
+        with self._changed:
+            if state in self._of:
+                self._end([self._of[state]])
+
+    def _end(self, unwanted: list[_Requests]) -> None:
+        for requests in unwanted:
+            requests.cancelled = True
+        self._unwanted += [requests for requests in unwanted if requests.rids]
+        if not self._unwanted:
+            return
+        self._changed.notify_all()
+        if not self._aborting:
+            self._aborting = True
+            threading.Thread(target=self._abort_unwanted, name="rag-abort", daemon=True).start()
+
+    def _abort_unwanted(self) -> None:
+        asked_s: dict[str, float] = {}
+        while True:
+            with self._changed:
+                self._unwanted = [requests for requests in self._unwanted if requests.rids]
+                if not self._unwanted:
+                    self._aborting = False
+                    return
+                now = time.monotonic()
+                # The server ignores a rid that it hasn't seen yet, so ask again.
+                due = [
+                    rid
+                    for requests in self._unwanted
+                    for rid in requests.rids
+                    if now - asked_s.get(rid, -_RETRY_S) >= _RETRY_S
+                ]
+                if not due:
+                    self._changed.wait(_RETRY_S)
+            for rid in due:
+                asked_s[rid] = now
+                # A server that can't be asked is tried again until the requests have ended.
+                with contextlib.suppress(Exception):
+                    self._abort(rid)

@@ -1,0 +1,86 @@
+"""Telling the server that a speculation has become the answer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+_LOG = logging.getLogger(__name__)
+
+_KNOWN = ("running", "finished")
+_RETRY_S = 0.05
+_PATIENCE_S = 0.5
+
+
+@dataclass(slots=True)
+class _Question:
+    rids: list[str]
+    is_over: Callable[[], bool]
+    reply: Callable[[bool], None]
+    asked_s: float = field(default_factory=time.monotonic)
+
+
+class Promoter:
+    """Asks for promotions in the background, for all that wait together.
+
+    The server answers between two iterations of its scheduler, so a question at a time would
+    make the last of many programs wait for many iterations.
+    """
+
+    def __init__(self, promote: Callable[[list[str]], Mapping[str, str]]) -> None:
+        """`promote` asks the server: the state of each rid, or any exception."""
+        self._promote = promote
+        self._changed = threading.Condition()
+        self._questions: list[_Question] = []
+        self._asking = False
+
+    def ask(
+        self, rids: list[str], *, is_over: Callable[[], bool], reply: Callable[[bool], None]
+    ) -> None:
+        """Have requests promoted; `reply` is called with whether they are, by another thread.
+
+        A request may still be on its way, so what the server doesn't know is asked again for a
+        while, unless `is_over` says that its fate is known anyway.
+        """
+        with self._changed:
+            self._questions.append(_Question(rids, is_over, reply))
+            self._changed.notify_all()
+            if not self._asking:
+                self._asking = True
+                threading.Thread(target=self._run, name="rag-promote", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                questions, self._questions = self._questions, []
+                if not questions:
+                    self._asking = False
+                    return
+            unknown = self._ask(questions)
+            if unknown:
+                with self._changed:
+                    if not self._questions:
+                        self._changed.wait(_RETRY_S)
+                    self._questions += unknown
+
+    def _ask(self, questions: list[_Question]) -> list[_Question]:
+        """Ask once; returns the questions that are to be asked again."""
+        try:
+            states = self._promote([rid for question in questions for rid in question.rids])
+        except Exception as error:
+            _LOG.warning("speculations can't be promoted, so they are not used: %s", error)
+            for question in questions:
+                question.reply(False)
+            return []
+        unknown = []
+        for question in questions:
+            if all(states.get(rid) in _KNOWN for rid in question.rids):
+                question.reply(True)
+            elif question.is_over() or time.monotonic() - question.asked_s > _PATIENCE_S:
+                question.reply(False)
+            else:
+                unknown.append(question)
+        return unknown
