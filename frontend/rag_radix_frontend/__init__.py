@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rag_radix_frontend.build import build_index
+    from rag_radix_frontend.chat_pipeline import (
+        RetrievedAnswer,
+        chat_retrievals,
+        retrieve_and_generate,
+    )
     from rag_radix_frontend.document import Document
     from rag_radix_frontend.encoders import CallableEncoder, Encoder, load_encoder
     from rag_radix_frontend.endpoint import RagEndpoint
@@ -33,9 +38,12 @@ _MODULES = {
     "ScoredDocument": "retriever",
     "Stage": "retriever",
     "annotate": "messages",
+    "RetrievedAnswer": "chat_pipeline",
     "build_index": "build",
+    "chat_retrievals": "chat_pipeline",
     "load_encoder": "encoders",
     "rag_retrieve": "retrieve",
+    "retrieve_and_generate": "chat_pipeline",
 }
 
 __all__ = [
@@ -46,14 +54,17 @@ __all__ = [
     "FrontendError",
     "RagEndpoint",
     "RetrievalReport",
+    "RetrievedAnswer",
     "RetrievedText",
     "Retriever",
     "ScoredDocument",
     "Stage",
     "annotate",
     "build_index",
+    "chat_retrievals",
     "load_encoder",
     "rag_retrieve",
+    "retrieve_and_generate",
 ]
 
 

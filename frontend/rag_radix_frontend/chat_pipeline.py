@@ -1,0 +1,188 @@
+"""Retrieval and generation overlapped for OpenAI-style clients.
+
+Dynamic speculative pipelining after RAGCache (arXiv:2404.12457, section 5.3), as programs have it
+with `rag_retrieve()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rag_radix_frontend.chat_server import ChatServer
+from rag_radix_frontend.chat_speculation import ChatSpeculation
+from rag_radix_frontend.document import Document
+from rag_radix_frontend.errors import ArgumentError, RetrievalError
+from rag_radix_frontend.messages import annotate
+from rag_radix_frontend.retrieval_report import RetrievalLog, RetrievalReport
+from rag_radix_frontend.retriever import Retriever, ScoredDocument, Stage
+
+Messages = Sequence[Mapping[str, Any]]
+BuildMessages = Callable[[Sequence[Document]], Messages]
+
+_SEARCH_THREADS = 64
+
+_servers: weakref.WeakKeyDictionary[Any, tuple[asyncio.AbstractEventLoop, ChatServer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True)
+class RetrievedAnswer:
+    """An answer and what it is founded on.
+
+    Attributes:
+        documents: The documents in its messages.
+        completion: What `client.chat.completions.create` returns; with `stream=True` an
+            asynchronous iterator of chunks.
+        retrieval: What the retrieval took, and what became of the requests made ahead of it.
+    """
+
+    documents: tuple[ScoredDocument, ...]
+    completion: Any
+    retrieval: RetrievalReport
+
+
+async def retrieve_and_generate(
+    client: Any,
+    retriever: Retriever,
+    query: str,
+    build_messages: BuildMessages,
+    *,
+    k: int = 2,
+    speculative: bool = True,
+    strict: bool = False,
+    **options: Any,
+) -> RetrievedAnswer:
+    """Retrieve documents and have a chat completion written from them.
+
+        answer = await retrieve_and_generate(
+            AsyncOpenAI(base_url="http://localhost:30000/v1", api_key="none"),
+            retriever, "How do I return a parcel?",
+            lambda documents: [
+                {"role": "system", "content": "\\n\\n".join(d.text for d in documents)},
+                {"role": "user", "content": "How do I return a parcel?"},
+            ],
+            model="default", max_tokens=64,
+        )
+        print(answer.completion.choices[0].message.content)
+
+    While the retriever searches, the completion for the documents found so far is already being
+    written, as long as the server has room. If they are the final ones, it is the answer;
+    otherwise it is ended. The retriever runs on a thread.
+
+    Args:
+        client: An `openai.AsyncOpenAI`, or what has its interface.
+        retriever: Finds the documents.
+        query: What they are to fit.
+        build_messages: Makes the messages; it quotes all documents, in the order given, and
+            depends on nothing else, since it is called for provisional documents, too.
+        k: How many documents.
+        speculative: Whether to ask ahead of the final documents.
+        strict: As for `annotate`.
+        options: For `client.chat.completions.create`.
+
+    Raises:
+        ArgumentError: k or retriever can't work, or messages don't quote the documents.
+        RetrievalError: The retriever ended without a final stage.
+    """
+    if not isinstance(retriever, Retriever):
+        raise ArgumentError(f"{retriever!r} is no retriever: it has no retrieve(query, k)")
+    if not isinstance(k, int) or k < 1:
+        raise ArgumentError(f"k must be a whole number of at least 1, not {k!r}")
+    server = _server_of(client)
+    log = RetrievalLog(server.log)
+    # Several samples are several requests at the server, which can't be aborted.
+    speculative = speculative and options.get("n") in (None, 1)
+    started_s = time.perf_counter()
+    guess: ChatSpeculation | None = None
+    documents: tuple[Document, ...] = ()
+    stages = 0
+    try:
+        async for stage in _stages(retriever, query, k):
+            stages += 1
+            found = tuple(scored.document for scored in stage.documents)
+            is_same, documents = found == documents, found
+            if guess is not None and not is_same:
+                guess.discard()
+                guess = None
+            if stage.final:
+                break
+            if speculative and documents and not is_same:
+                # Messages may not be made for documents that aren't in the result.
+                with contextlib.suppress(Exception):
+                    request = _request(build_messages, documents, strict, options)
+                    guess = ChatSpeculation(server, request, log)
+        else:
+            raise RetrievalError(f"{type(retriever).__name__} ended without a final stage")
+        ended_s = time.perf_counter()
+        search_s = ended_s - started_s
+        log.add(
+            RetrievalReport(
+                retrievals=1, stages=stages, search_s=search_s, search_not_overlapped_s=search_s
+            )
+        )
+        if guess is not None and await guess.promote(ended_s):
+            completion = await guess.result()
+            guess = None
+            return RetrievedAnswer(stage.documents, completion, log.report)
+    finally:
+        if guess is not None:
+            guess.discard()
+    completion = await client.chat.completions.create(
+        **_request(build_messages, documents, strict, options)
+    )
+    return RetrievedAnswer(stage.documents, completion, log.report)
+
+
+def chat_retrievals(client: Any) -> RetrievalReport:
+    """What all retrievals for this client took in the running event loop."""
+    return _server_of(client).log.report
+
+
+def _request(
+    build_messages: BuildMessages,
+    documents: Sequence[Document],
+    strict: bool,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    messages = build_messages(documents)
+    extra = options.get("extra_body") or {}
+    annotation = annotate(messages, documents, strict=strict)["custom_params"]
+    custom = {**(extra.get("custom_params") or {}), **annotation}
+    return {
+        **options,
+        "messages": messages,
+        "extra_body": {**extra, "custom_params": custom},
+    }
+
+
+def _server_of(client: Any) -> ChatServer:
+    loop = asyncio.get_running_loop()
+    known, server = _servers.get(client, (None, None))
+    if server is None or known is not loop:
+        server = ChatServer(client)
+        _servers[client] = (loop, server)
+    return server
+
+
+async def _stages(retriever: Retriever, query: str, k: int) -> AsyncIterator[Stage]:
+    loop = asyncio.get_running_loop()
+    stages = await loop.run_in_executor(
+        _search_threads(), lambda: iter(retriever.retrieve(query, k))
+    )
+    while (stage := await loop.run_in_executor(_search_threads(), next, stages, None)) is not None:
+        yield stage
+
+
+@functools.cache
+def _search_threads() -> ThreadPoolExecutor:
+    """More than asyncio's own, which are as few as the cores: a search may be all waiting."""
+    return ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="rag-search")
