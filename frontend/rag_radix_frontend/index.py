@@ -12,6 +12,7 @@ from rag_radix_frontend.encoders import Vectors
 from rag_radix_frontend.errors import ArgumentError, DamagedIndexError
 from rag_radix_frontend.manifest import Manifest
 from rag_radix_frontend.pace import Stages
+from rag_radix_frontend.staged_hnsw import StagedHNSW
 from rag_radix_frontend.staged_ivf import StagedIVF
 from rag_radix_frontend.staged_search import FaissSearch, StagedSearch
 
@@ -79,6 +80,8 @@ def open_search(index: Any, *, nprobe: int, ef_search: int, stages: Stages) -> S
     """
     if StagedIVF.supports(index):
         return StagedIVF(index, nprobe=nprobe, stages=stages)
+    if StagedHNSW.supports(index):
+        return StagedHNSW(index, ef_search=ef_search, stages=stages)
     return FaissSearch(index, nprobe=nprobe, ef_search=ef_search)
 
 

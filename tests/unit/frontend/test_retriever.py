@@ -49,6 +49,17 @@ def test_a_search_has_one_stage_and_it_is_final(minilm_retriever: FaissRetriever
     assert isinstance(minilm_retriever, Retriever)
 
 
+def test_stages_change_when_documents_come_and_not_which_are_final(index_directory: Path) -> None:
+    whole = FaissRetriever.open(index_directory, stages=1)
+    staged = FaissRetriever.open(index_directory, stages=(0.1, 0.3, 1))
+    for question in QUESTIONS:
+        stages = list(staged.retrieve(question, 4))
+        assert [stage.final for stage in stages] == [False] * (len(stages) - 1) + [True]
+        assert stages[-1].documents == final_documents(whole, question, 4)
+    # Forty documents make one cluster, but many hops.
+    assert len(stages) == (3 if index_directory.name == "hnsw" else 1)
+
+
 def test_more_documents_than_there_are_gives_all(minilm_retriever: FaissRetriever) -> None:
     assert len(final_documents(minilm_retriever, "loops", 1000)) == 40
 

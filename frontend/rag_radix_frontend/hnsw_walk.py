@@ -1,0 +1,244 @@
+"""The walk of an HNSW search over Faiss's arrays, compiled, able to stop after any hop.
+
+Importing this imports numba. The first walk of a machine compiles for some seconds; numba keeps
+the result beside this file or, where that isn't writable, in the user's cache directory.
+
+The walk is Faiss's (`HNSW::search` with a bounded queue; Malkov and Yashunin, "Efficient and
+robust approximate nearest neighbor search using hierarchical navigable small world graphs",
+algorithms 2 and 5): of the `ef` nearest vectors seen so far, the beam, the nearest one not yet
+left is left next, until all are. Faiss keeps them in a heap, this a sorted array.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+FLOATS, HALVES, BYTES, SUBVECTORS = range(4)
+
+# Sums may be added up in another order than written, which is what lets them use wide registers.
+_SUM = {"reassoc", "nsz", "contract"}
+
+
+class Graph(NamedTuple):
+    """Faiss's links. Those of node `i` at level `l` fill `neighbors` from `offsets[i] +
+    level_starts[l]` to `offsets[i] + level_starts[l + 1]`, and end at the first -1.
+    """
+
+    neighbors: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    level_starts: npt.NDArray[np.int64]
+    entry_point: int
+    max_level: int
+
+
+class Storage(NamedTuple):
+    """The vectors; of the three arrays the one that `kind` names is used, the others are empty.
+
+    `FLOATS`: float32 [n, d]. `HALVES`: the bits of float16 values, uint16 [n, d]. `BYTES`: one
+    byte for each value, uint8 [n, d]. `SUBVECTORS`: one byte for each subvector, uint8 [n, m].
+    """
+
+    kind: int
+    floats: npt.NDArray[np.float32]
+    halves: npt.NDArray[np.uint16]
+    codes: npt.NDArray[np.uint8]
+
+
+class Query(NamedTuple):
+    """A question, in the form that the storage needs; a distance is lower for what is nearer.
+
+    With `values` q, `scales` s and the stored x, the distance is `base - Σ q·x` for the inner
+    product and `Σ (q - s·x)²` for L2; scales other than 1 belong to `BYTES`, which for the inner
+    product have them in `values`. For `SUBVECTORS` it is `Σ table[j, code j]` with either metric.
+    """
+
+    inner_product: bool
+    values: npt.NDArray[np.float32]
+    scales: npt.NDArray[np.float32]
+    base: float
+    table: npt.NDArray[np.float32]
+
+
+class Walk(NamedTuple):
+    """Where a search is. The first `progress[0]` of the beam are known, nearest first.
+
+    `beam_nodes` holds `~node` for nodes that were left. All before `progress[1]` were.
+    `visited` has `mark` for every node seen. `fresh` and `fresh_distances` are scratch space for
+    the neighbours of one node.
+    """
+
+    beam_nodes: npt.NDArray[np.int32]
+    beam_distances: npt.NDArray[np.float32]
+    progress: npt.NDArray[np.int64]
+    visited: npt.NDArray[np.uint8]
+    mark: int
+    fresh: npt.NDArray[np.int32]
+    fresh_distances: npt.NDArray[np.float32]
+
+
+@intrinsic
+def _float_of_half(typing_context: Any, bits: Any) -> Any:
+    """The float32 that the bits of a float16 mean."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@njit(fastmath=_SUM, nogil=True)
+def _product(query: Query, row: Any) -> Any:
+    total = np.float32(0)
+    for i in range(row.shape[0]):
+        total += query.values[i] * row[i]
+    return np.float32(query.base) - total
+
+
+@njit(fastmath=_SUM, nogil=True)
+def _squared_distance(query: Query, row: Any) -> Any:
+    total = np.float32(0)
+    for i in range(row.shape[0]):
+        difference = query.values[i] - query.scales[i] * row[i]
+        total += difference * difference
+    return total
+
+
+@njit(fastmath=_SUM, nogil=True)
+def _product_of_halves(query: Query, row: Any) -> Any:
+    total = np.float32(0)
+    for i in range(row.shape[0]):
+        total += query.values[i] * _float_of_half(row[i])
+    return np.float32(query.base) - total
+
+
+@njit(fastmath=_SUM, nogil=True)
+def _squared_distance_of_halves(query: Query, row: Any) -> Any:
+    total = np.float32(0)
+    for i in range(row.shape[0]):
+        difference = query.values[i] - _float_of_half(row[i])
+        total += difference * difference
+    return total
+
+
+@njit(fastmath=_SUM, nogil=True)
+def _looked_up(query: Query, row: Any) -> Any:
+    total = np.float32(0)
+    for j in range(row.shape[0]):
+        total += query.table[j, row[j]]
+    return total
+
+
+@njit(nogil=True)
+def _measure(storage: Storage, query: Query, nodes: Any, count: int, distances: Any) -> None:
+    """Distances of the first `count` nodes."""
+    if storage.kind == FLOATS:
+        if query.inner_product:
+            for i in range(count):
+                distances[i] = _product(query, storage.floats[nodes[i]])
+        else:
+            for i in range(count):
+                distances[i] = _squared_distance(query, storage.floats[nodes[i]])
+    elif storage.kind == HALVES:
+        if query.inner_product:
+            for i in range(count):
+                distances[i] = _product_of_halves(query, storage.halves[nodes[i]])
+        else:
+            for i in range(count):
+                distances[i] = _squared_distance_of_halves(query, storage.halves[nodes[i]])
+    elif storage.kind == BYTES:
+        if query.inner_product:
+            for i in range(count):
+                distances[i] = _product(query, storage.codes[nodes[i]])
+        else:
+            for i in range(count):
+                distances[i] = _squared_distance(query, storage.codes[nodes[i]])
+    else:
+        for i in range(count):
+            distances[i] = _looked_up(query, storage.codes[nodes[i]])
+
+
+@njit(nogil=True)
+def _insert(walk: Walk, node: int, distance: float) -> None:
+    """Put a node into the beam where its distance belongs; the farthest one falls out."""
+    size = walk.progress[0]
+    if size == walk.beam_distances.shape[0]:
+        if distance >= walk.beam_distances[size - 1]:
+            return
+        i = size - 1
+    else:
+        i = size
+        walk.progress[0] = size + 1
+    while i > 0 and walk.beam_distances[i - 1] > distance:
+        walk.beam_distances[i] = walk.beam_distances[i - 1]
+        walk.beam_nodes[i] = walk.beam_nodes[i - 1]
+        i -= 1
+    walk.beam_distances[i] = distance
+    walk.beam_nodes[i] = node
+    if i < walk.progress[1]:
+        walk.progress[1] = i
+
+
+@njit(cache=True, nogil=True)
+def begin(graph: Graph, storage: Storage, query: Query, walk: Walk) -> None:
+    """Descend through the upper levels, always to the nearest, and start the beam there."""
+    fresh, distances = walk.fresh, walk.fresh_distances
+    nearest: Any = graph.entry_point
+    fresh[0] = nearest
+    _measure(storage, query, fresh, 1, distances)
+    nearest_distance = distances[0]
+    for level in range(graph.max_level, 0, -1):
+        moved = True
+        while moved:
+            moved = False
+            start = graph.offsets[nearest] + graph.level_starts[level]
+            count = 0
+            for j in range(start, graph.offsets[nearest] + graph.level_starts[level + 1]):
+                if graph.neighbors[j] < 0:
+                    break
+                fresh[count] = graph.neighbors[j]
+                count += 1
+            _measure(storage, query, fresh, count, distances)
+            for i in range(count):
+                if distances[i] < nearest_distance:
+                    nearest, nearest_distance = np.int64(fresh[i]), distances[i]
+                    moved = True
+    walk.visited[nearest] = walk.mark
+    walk.progress[0] = walk.progress[1] = 0
+    _insert(walk, nearest, nearest_distance)
+
+
+@njit(cache=True, nogil=True)
+def advance(graph: Graph, storage: Storage, query: Query, walk: Walk, hops: int) -> bool:
+    """Leave up to `hops` more nodes of the beam. True if none remains, so that the walk is over."""
+    fresh, distances = walk.fresh, walk.fresh_distances
+    while True:
+        i = walk.progress[1]
+        while i < walk.progress[0] and walk.beam_nodes[i] < 0:
+            i += 1
+        walk.progress[1] = i
+        if i == walk.progress[0]:
+            return True
+        if hops == 0:
+            return False
+        hops -= 1
+        node = walk.beam_nodes[i]
+        walk.beam_nodes[i] = ~node
+        start = graph.offsets[node]
+        count = 0
+        for j in range(start, start + graph.level_starts[1]):
+            neighbor = graph.neighbors[j]
+            if neighbor < 0:
+                break
+            if walk.visited[neighbor] != walk.mark:
+                walk.visited[neighbor] = walk.mark
+                fresh[count] = neighbor
+                count += 1
+        _measure(storage, query, fresh, count, distances)
+        for c in range(count):
+            _insert(walk, fresh[c], distances[c])
