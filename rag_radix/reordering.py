@@ -11,6 +11,12 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from rag_radix.cost_model import PrefillCostTable
+
+# Long enough to be beyond what a pass costs at least.
+_MARGINAL_TOKENS = 2048
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +58,17 @@ def reuse_score(
     return (device_tokens + host_tokens - loading) / max(new_tokens + loading, 1.0)
 
 
+def load_share(prefill_cost: PrefillCostTable, load_s_per_token: float) -> float:
+    """Time to load a token from host by time to compute one, at most 1."""
+    short, long = (prefill_cost(0, tokens) for tokens in (_MARGINAL_TOKENS, 2 * _MARGINAL_TOKENS))
+    return min(1.0, load_s_per_token * _MARGINAL_TOKENS / max(long - short, 1e-9))
+
+
+W = TypeVar("W", bound=Waiting)
+
+
 @dataclass
-class _Line:
+class _Line(Generic[W]):
     """The requests of one priority that wait, speculations apart.
 
     Attributes:
@@ -64,14 +79,14 @@ class _Line:
             been overtaken can be read off here.
     """
 
-    by_age: list[Waiting] = field(default_factory=list)
+    by_age: list[W] = field(default_factory=list)
     oldest: int = 0
     served: list[int] = field(default_factory=list)
 
     def overtaken(self, request: Waiting) -> int:
         return len(self.served) - bisect_right(self.served, request.arrival)
 
-    def front(self) -> Waiting | None:
+    def front(self) -> W | None:
         """The oldest request that waits."""
         while self.oldest < len(self.by_age) and self.by_age[self.oldest].served:
             self.oldest += 1
@@ -84,7 +99,7 @@ class _Line:
         del self.served[:older]
 
 
-class ServingOrder:
+class ServingOrder(Generic[W]):
     """Orders a queue and counts who overtakes whom.
 
     No request is overtaken more than `window` times by younger ones of its priority, provided
@@ -104,21 +119,21 @@ class ServingOrder:
     def __init__(self, window: int) -> None:
         self.window = window
         self.most_overtakings = 0
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _Line[W]] = {}
 
-    def arrange(self, requests: Iterable[Waiting]) -> list[Waiting]:
+    def arrange(self, requests: Iterable[W]) -> list[W]:
         """All that wait, in the order in which they are to be served. O(n log n).
 
         Speculations come last, whatever has overtaken them.
         """
-        lines: dict[int, _Line] = defaultdict(_Line)
+        lines: dict[int, _Line[W]] = defaultdict(_Line)
         speculations = []
         for request in requests:
             if request.speculative:
                 speculations.append(request)
             else:
                 lines[request.priority].by_age.append(request)
-        order: list[Waiting] = []
+        order: list[W] = []
         for priority in sorted(lines):
             line = lines[priority]
             line.by_age.sort(key=lambda request: request.arrival)
@@ -130,11 +145,11 @@ class ServingOrder:
         speculations.sort(key=lambda each: (each.priority, -each.score, each.arrival))
         return order + speculations
 
-    def _arrange(self, line: _Line) -> list[Waiting]:
-        order: list[Waiting] = []
+    def _arrange(self, line: _Line[W]) -> list[W]:
+        order: list[W] = []
         placed: set[int] = set()
         unseen = (request for request in line.by_age if not request.held)
-        near: list[tuple[float, int, Waiting]] = []  # a heap, of which `live` aren't placed
+        near: list[tuple[float, int, W]] = []  # a heap, of which `live` aren't placed
         live = oldest = 0
         overtaken = line.overtaken(line.by_age[0])
         for position in range(len(line.by_age)):
@@ -155,16 +170,14 @@ class ServingOrder:
         return order
 
     def may_be_served(self, request: Waiting) -> bool:
-        """Whether serving it now would overtake nobody too often and, if it is a speculation,
-        nobody at all. For what is served out of the order that `arrange` gave."""
+        """Whether serving it now would overtake nobody too often. For what is served out of
+        the order that `arrange` gave."""
         if request.speculative:
-            return all(line.front() is None for line in self._lines.values())
-        front = self._lines[request.priority].front()
-        assert front is not None
-        return (
-            front.arrival >= request.arrival
-            or self._lines[request.priority].overtaken(front) < self.window
-        )
+            return True
+        line = self._lines[request.priority]
+        front = line.front()
+        assert front is not None, "it waits itself"
+        return front.arrival >= request.arrival or line.overtaken(front) < self.window
 
     def overtaken(self, request: Waiting) -> int:
         """How many younger requests have been served before it."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rag_radix.reordering import ServingOrder, Waiting, reuse_score
+from rag_radix.cost_model import PrefillCostTable
+from rag_radix.reordering import ServingOrder, Waiting, load_share, reuse_score
 
 
 def queue(*scores: float, **fields: object) -> list[Waiting]:
@@ -93,10 +94,8 @@ def test_speculations_are_last_and_overtake_nobody():
     speculation = Waiting(0, speculative=True, score=9.0)
     first, second = Waiting(1, score=0.0), Waiting(2, score=1.0)
     assert order.arrange([speculation, first, second]) == [second, first, speculation]
-    assert not order.may_be_served(speculation)
     order.serve(second)
     order.serve(first)
-    assert order.may_be_served(speculation)
     order.serve(speculation)
     assert (order.overtaken(first), order.overtaken(speculation)) == (0, 0)
 
@@ -118,6 +117,13 @@ def test_loading_counts_as_a_share_of_computing():
     assert reuse_score(0, 300, 100, load_share=0.0) == 3.0
     assert reuse_score(0, 300, 100, load_share=1.0) == 0.0
     assert reuse_score(300, 0, 100, 0.1) > reuse_score(0, 300, 100, 0.1) > reuse_score(200, 0, 200)
+
+
+def test_the_share_is_of_a_token_more_and_never_above_one():
+    cost = PrefillCostTable((0, 8192), (1, 8192), ((1.0, 9.0), (1.0, 9.0)))
+    second_per_token = 8 / 8191
+    assert load_share(cost, second_per_token / 4) == pytest.approx(0.25)
+    assert load_share(cost, 2 * second_per_token) == 1.0
 
 
 # The examples of RAGCache's section on cache-aware reordering
