@@ -1,0 +1,93 @@
+"""`POST /rag/order`: which order of a prompt's documents has the longest cached prefix.
+
+The HTTP process tokenizes what comes before the documents and each of them, as it would for a
+request; the scheduler looks the orders up in its tree, without touching it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import orjson
+
+from rag_radix.cached_order import Cached, cached_first
+from rag_radix.cached_prefix import CachedPrefix, PrefixTracker
+from rag_radix.document import DocumentSpan
+from rag_radix.placement import piece_tokenizer
+from rag_radix.sglang_compat import RadixKey
+
+MAX_DOCUMENTS = 64
+
+_FIELDS = {"text": str, "documents": list, "extra_key": str, "cache_salt": str}
+
+
+def parse(body: bytes, tokenizer: Any) -> dict[str, Any]:
+    """The scheduler's question from the body of a request.
+
+    Args:
+        body: ``{"text": ..., "documents": [...]}``: the prompt up to the first document, and the
+            documents' texts as they are to stand in it, one right after the other, in the order
+            preferred; with the request's ``extra_key`` and ``cache_salt``, if it has them.
+        tokenizer: The server's.
+
+    Raises:
+        ValueError: The body is malformed; the message names what.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body isn't JSON: {error}") from None
+    if not isinstance(value, dict) or not {"text", "documents"} <= set(value) <= set(_FIELDS):
+        raise ValueError(
+            'the body must be an object with "text" and "documents", and perhaps "extra_key" and '
+            '"cache_salt"'
+        )
+    for name, kind in _FIELDS.items():
+        if name in value and not isinstance(value[name], kind):
+            raise ValueError(f"{name} must be {'an array' if kind is list else 'a string'}")
+    texts = value["documents"]
+    if len(texts) > MAX_DOCUMENTS:
+        raise ValueError(f"documents has {len(texts)} entries, at most {MAX_DOCUMENTS} are allowed")
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("documents must be strings, none of them empty")
+    pieces = None if tokenizer is None else piece_tokenizer(tokenizer)
+    if pieces is None:
+        raise ValueError("this server's tokenizer can't tokenize a prompt in pieces")
+    ends = list(accumulate((len(text) for text in texts), initial=len(value["text"])))
+    spans = [
+        DocumentSpan(str(index), start, end)
+        for index, (start, end) in enumerate(pairwise(ends))
+    ]
+    ids, placed = pieces.place(value["text"] + "".join(texts), spans)
+    documents: list[list[int]] = [[] for _ in texts]
+    for span in placed:
+        documents[int(span.id)] = ids[span.start : span.end]
+    return {
+        "prefix": ids[: placed[0].start] if placed else ids,
+        "documents": documents,
+        "extra_key": value.get("extra_key"),
+        "cache_salt": value.get("cache_salt"),
+    }
+
+
+def answer(tree: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """``{"order": [...], "cached_tokens": n}`` for what `parse` returned."""
+    page_size = tree.page_size
+    tracker = PrefixTracker(tree.tree_core)
+
+    def look_up(order: Sequence[int]) -> Cached:
+        ids = array("q", question["prefix"])
+        for index in order:
+            ids.extend(question["documents"][index])
+        whole = len(ids) // page_size * page_size
+        prefix = CachedPrefix(
+            RadixKey(ids, question["extra_key"], limit=whole, cache_salt=question["cache_salt"])
+        )
+        tracker.refresh(prefix)
+        return Cached(prefix.tokens, prefix.tokens == whole)
+
+    order, tokens = cached_first(len(question["documents"]), look_up)
+    return {"order": order, "cached_tokens": tokens}
