@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 from rag_radix_benchmarks.ab_options import Plan, add_options
 from rag_radix_benchmarks.answers import check_same_model
 from rag_radix_benchmarks.arms import Arm
+from rag_radix_benchmarks.charts import check_plottable
 from rag_radix_benchmarks.experiment import Experiment, progress
 from rag_radix_benchmarks.figures import environment
 from rag_radix_benchmarks.limits import Limits, prefill_cost
+from rag_radix_benchmarks.report import as_text, write
 from rag_radix_benchmarks.results import Cell, Comparison
 from rag_radix_benchmarks.servers import Servers
-from rag_radix_benchmarks.tables import FIGURES, RATIOS, figure_rows, plain, ratio_rows
+from rag_radix_benchmarks.throughputs import search_throughputs
 from rag_radix_benchmarks.trials import ClosedLoop, Load, OpenLoop, TrialStore
 
 __all__ = ["add_options", "run"]
@@ -32,6 +35,8 @@ __all__ = ["add_options", "run"]
 def run(options: argparse.Namespace) -> None:
     """Measure and report."""
     plan = Plan.of(options)
+    if options.report is not None:
+        check_plottable()
     for folder in (options.out, options.report):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -41,16 +46,24 @@ def run(options: argparse.Namespace) -> None:
         experiment = Experiment(plan.setup, plan.workload, servers, store, options.seed)
         loads, capacity = _loads(plan, experiment)
         cells = _measure(plan, experiment, loads)
+        throughputs = None
+        if options.throughput:
+            capacity = experiment.capacity(plan.capacity_of)
+            throughputs = search_throughputs(experiment, plan.arms, capacity, plan.repeats)
     parts = [plan.workload.part(repeat) for repeat in range(plan.repeats)]
-    comparison = Comparison(cells, plan.reference.name, Limits.of(parts, plan.setup, cost))
+    comparison = Comparison(cells, plan.reference.name, parts, Limits.of(parts, plan.setup, cost))
     check_same_model(plan.reference.name, comparison.agreements())
     report = {
         "benchmark": "ab",
         **comparison.as_json(),
         "capacity_requests_per_s": capacity,
+        "throughput": throughputs and throughputs.as_json(plan.reference.name),
         **environment(),
         "config": _config(options, plan),
+        "command": sys.argv[1:],
     }
+    if options.report is not None:
+        write(report, options.report)
     print(as_text(report))
     if options.json:
         print(json.dumps(report))
@@ -107,27 +120,6 @@ def turn(arms: Sequence[Arm], repeat: int) -> Iterator[Arm]:
     first = repeat // 2 % len(arms)
     order = [*arms[first:], *arms[:first]]
     yield from reversed(order) if repeat % 2 else order
-
-
-def as_text(report: dict[str, Any]) -> str:
-    """The report for a terminal."""
-    blocks = []
-    for load, by_arm in report["loads"].items():
-        blocks.append(f"{load}\n{plain(FIGURES, figure_rows(by_arm))}")
-        blocks.append(plain(RATIOS, ratio_rows(report["ratios"][load])))
-    bound = report["bound"]
-    blocks.append(
-        f"At most, by any cache of this size: hit rate {bound['token_hit_rate']:.1%} of all tokens "
-        f"in documents, {bound['saved_share']:.1%} of the prefill time saved."
-    )
-    blocks += [
-        f"Answers that differ from those of {report['reference']}: {arm} {each['different']} of "
-        f"{each['compared']}."
-        for arm, each in report["answers"].items()
-    ]
-    if not report["client_kept_up"]:
-        blocks.append("The client didn't keep up, so these times are partly its own.")
-    return "\n\n".join(blocks)
 
 
 def _config(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rag_radix.policies import DEFAULT_POLICY
 from rag_radix.settings import parse_settings
 
 KNOWLEDGE_TREE = "knowledge-tree"
+NO_CACHE = "no-cache"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _stock_radix_cache() -> Arm:
 
 
 def _no_cache() -> Arm:
-    arm = _stock("no-cache")
+    arm = _stock(NO_CACHE)
     return replace(
         arm, flags=(*arm.flags, "--disable-radix-cache"), built={**arm.built, "caching": False}
     )

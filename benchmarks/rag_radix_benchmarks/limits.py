@@ -69,7 +69,7 @@ class Limits:
         )
 
     @property
-    def token_hit_rate(self) -> float:
+    def document_hit_rate(self) -> float:
         """Cached document tokens by prompt tokens, mean over repeats."""
         return math.fsum(bound.hit_rate for bound in self.bounds) / len(self.bounds)
 

@@ -12,6 +12,7 @@ from rag_radix_benchmarks.limits import Limits
 from rag_radix_benchmarks.load import Run
 from rag_radix_benchmarks.statistics import distribution, paired_ratio
 from rag_radix_benchmarks.trials import TrialResult
+from rag_radix_benchmarks.workload import Part
 
 # The part of the time to the first token that may be the client's own.
 LATE_SHARE_LIMIT = 0.05
@@ -27,9 +28,10 @@ class Cell:
     def runs(self) -> list[Run]:
         return [result.run for result in self.results]
 
-    def figures(self, limits: Limits) -> dict[str, Any]:
+    def figures(self, parts: Sequence[Part], limits: Limits) -> dict[str, Any]:
         """Times in seconds over the requests of all repeats, tokens and bytes a request."""
         runs = self.runs
+        found = [documents_found(part, run) for part, run in zip(parts, runs, strict=True)]
         outcomes = [outcome for run in runs for outcome in run.outcomes]
         prompt_tokens = sum(outcome.prompt_tokens for outcome in outcomes)
         device_tokens = sum(outcome.device_tokens for outcome in outcomes)
@@ -45,6 +47,9 @@ class Cell:
             "token_hit_rate": (device_tokens + host_tokens) / prompt_tokens,
             "device_hit_rate": device_tokens / prompt_tokens,
             "host_hit_rate": host_tokens / prompt_tokens,
+            "document_hit_rate": sum(each.tokens for each in found) / prompt_tokens,
+            "hit_documents": sum(each.whole for each in found)
+            / max(sum(each.documents for each in found), 1),
             "recomputed_tokens": (prompt_tokens - device_tokens - host_tokens) / requests,
             "share_of_bound": limits.share_reached(runs),
             "moved_bytes": self._moved(requests),
@@ -56,6 +61,35 @@ class Cell:
         if any(each is None for each in moved):
             return None
         return {way: sum(each[way] for each in moved if each) / requests for way in ("out", "in")}
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentsFound:
+    """Documents that a run found cached.
+
+    Attributes:
+        documents: All that were asked for.
+        whole: Those found as a whole.
+        tokens: Tokens of documents found, those of documents found in part included.
+    """
+
+    documents: int
+    whole: int
+    tokens: int
+
+
+def documents_found(part: Part, run: Run) -> DocumentsFound:
+    """Which documents lay in the cached prefixes of a run's prompts."""
+    spans = [
+        (document, outcome.hit_tokens)
+        for request, outcome in zip(part.measured, run.outcomes, strict=True)
+        for document in request.documents
+    ]
+    return DocumentsFound(
+        documents=len(spans),
+        whole=sum(document.end <= hit for document, hit in spans),
+        tokens=sum(max(min(document.end, hit) - document.start, 0) for document, hit in spans),
+    )
 
 
 def late_share(runs: Sequence[Run]) -> float:
@@ -90,11 +124,13 @@ class Comparison:
     Attributes:
         cells: By load and arm; every load has the same arms.
         reference: The arm that the others are divided by.
+        parts: What the repeats served.
         limits: What the best cache could do.
     """
 
     cells: Mapping[str, Mapping[str, Cell]]
     reference: str
+    parts: Sequence[Part]
     limits: Limits
 
     def agreements(self) -> dict[str, Agreement]:
@@ -111,7 +147,7 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Plain values: figures by load and arm, ratios to the reference, the bound, answers."""
         figures = {
-            load: {arm: cell.figures(self.limits) for arm, cell in cells.items()}
+            load: {arm: cell.figures(self.parts, self.limits) for arm, cell in cells.items()}
             for load, cells in self.cells.items()
         }
         late = max(
@@ -129,7 +165,7 @@ class Comparison:
                 for load, cells in self.cells.items()
             },
             "bound": {
-                "token_hit_rate": self.limits.token_hit_rate,
+                "document_hit_rate": self.limits.document_hit_rate,
                 "saved_share": self.limits.saved_share,
             },
             "answers": {arm: asdict(each) for arm, each in self.agreements().items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,14 +20,20 @@ FIGURES = [
     "hit rate",
     "device",
     "host",
+    "documents",
     "recomputed",
     "of bound",
 ]
+THROUGHPUT = ["arm", "requests/s", "limit s", "reference ÷ arm"]
 RATIOS = ["arm ÷ reference", "mean TTFT", "p50", "p90", "p99", "mean latency"]
 
 
 def figure_rows(by_arm: Mapping[str, Any]) -> Rows:
-    """One row an arm, in the columns of `FIGURES`; `recomputed` is tokens a request."""
+    """One row an arm, in the columns of `FIGURES`.
+
+    Hit rates are of all tokens, `documents` that of the tokens in documents alone; `recomputed`
+    is tokens a request.
+    """
     rows = []
     for arm, figures in by_arm.items():
         ttft, tpot, share = figures["ttft_s"], figures["tpot_s"], figures["share_of_bound"]
@@ -45,7 +52,24 @@ def figure_rows(by_arm: Mapping[str, Any]) -> Rows:
     return rows
 
 
-_HIT_RATES = ("token_hit_rate", "device_hit_rate", "host_hit_rate")
+_HIT_RATES = ("token_hit_rate", "device_hit_rate", "host_hit_rate", "document_hit_rate")
+
+
+def throughput_rows(by_arm: Mapping[str, Any]) -> Rows:
+    """One row an arm, in the columns of `THROUGHPUT`: medians over the repeats."""
+    rows = []
+    for arm, found in by_arm.items():
+        rates = [rate for rate in found["requests_per_s"] if rate is not None]
+        ratio = found["reference_by_this"]
+        rows.append(
+            [
+                arm,
+                f"{statistics.median(rates):.3g}" if rates else "-",
+                f"{statistics.median(found['limit_s']):.3g}",
+                "-" if ratio is None else ratio_text(ratio),
+            ]
+        )
+    return rows
 
 
 def ratio_rows(by_arm: Mapping[str, Any]) -> Rows:

@@ -1,0 +1,112 @@
+"""`rag-radix bench ab` on real servers of a tiny model, and the wrong arms that it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from e2e.cpu_server import Server, running_server
+from e2e.tiny_model import make_tiny_llama
+
+from rag_radix.cli import main
+from rag_radix.environment import COMPARISON
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+DEVICE_TOKENS = 1500
+SIZES = ["--device-tokens", str(DEVICE_TOKENS), "--host-tokens", "4000", "--page-size", "1"]
+SIZES += ["--chunk-tokens", "512", "--running-requests", "2"]
+LOAD = ["--documents", "40", "--document-tokens", "80", "--warm-up", "20", "--requests", "10"]
+FLAGS = ["--", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def stock_lru(model: Path) -> Iterator[Server]:
+    """A running `stock-lru`, for arms that are given by their URL."""
+    flags = ["--attention-backend", "rag_prefix", "--max-total-tokens", str(DEVICE_TOKENS)]
+    flags += ["--chunked-prefill-size", "512", "--max-running-requests", "2", "--page-size", "1"]
+    with running_server(model, *flags, *FLAGS[1:], env={COMPARISON.name: "1"}) as server:
+        yield server
+
+
+def bench(model: Path, arms: str, *options: str) -> int:
+    arguments = ["--model-path", str(model), "--arms", arms, *SIZES, *LOAD, *options]
+    return main(["bench", "ab", *arguments, *FLAGS])
+
+
+def test_two_arms_are_compared_and_a_second_run_measures_nothing(
+    model, stock_lru, tmp_path, capsys
+):
+    arms = f"stock-lru@{stock_lru.url},knowledge-tree"
+    options = ["--repeats", "2", "--loads", "0.5", "--out", str(tmp_path / "out")]
+    options += ["--report", str(tmp_path / "report"), "--json"]
+    before = set(psutil.Process().children(recursive=True))
+    assert bench(model, arms, *options) == 0
+    assert set(psutil.Process().children(recursive=True)) <= before
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    (by_arm,) = report["loads"].values()
+    (ratios,) = report["ratios"].values()
+    for figures in by_arm.values():
+        assert figures["requests"] == 20
+        assert 0 < figures["ttft_s"]["p50"] <= figures["ttft_s"]["p99"]
+        assert 0 < figures["document_hit_rate"] < figures["token_hit_rate"] < 1
+    assert by_arm["stock-lru"]["host_hit_rate"] == 0
+    assert by_arm["knowledge-tree"]["moved_bytes"]["out"] > 0
+    ratio = ratios["stock-lru"]["mean_ttft"]
+    assert ratio["low"] < ratio["value"] < ratio["high"]
+    # The model computes in 32 bits, where a cached prefix changes no token.
+    assert report["answers"]["stock-lru"] == {
+        "compared": 20,
+        "different": 0,
+        "first_tokens_different": 0,
+    }
+    assert report["servers"]["stock-lru"]["built"]["cache"] == "UnifiedRadixCache"
+    assert report["servers"]["knowledge-tree"]["built"]["cache"] == "KnowledgeTree"
+    assert (tmp_path / "report" / "report.md").exists()
+
+    assert bench(model, arms, *options) == 0
+    again = capsys.readouterr()
+    assert "4 runs, 4 of them done before" in again.err
+    assert json.loads(again.out.splitlines()[-1])["loads"] == report["loads"]
+
+
+@pytest.mark.parametrize(
+    ("arm", "options", "named"),
+    [
+        ("knowledge-tree", [], "cache is 'UnifiedRadixCache', not 'KnowledgeTree'"),
+        ("stock-radixcache-lru", [], "cache is 'UnifiedRadixCache', not 'RadixCache'"),
+        ("no-cache", [], "caching is True, not False"),
+        ("stock-lpm", [], "order is 'fcfs', not 'lpm'"),
+        ("stock-hicache", [], "host_tokens is 0, not 4000"),
+        ("stock-lru", ["--device-tokens", "3000"], "device_tokens is 1500, not 3000"),
+        ("stock-lru", ["--running-requests", "4"], "running_requests is 2, not 4"),
+        ("stock-lru", ["--attention-backend", "torch_native"], "attention_backend is 'rag_prefix'"),
+    ],
+)
+def test_a_server_that_is_another_arm_is_refused(model, stock_lru, capsys, arm, options, named):
+    arms = f"{arm}@{stock_lru.url},stock-hicache-lfu@{stock_lru.url}"
+    assert bench(model, arms, "--concurrency", "1", *options) == 2
+    output = capsys.readouterr()
+    assert named in output.err
+    assert output.out == ""
+
+
+def test_a_server_of_another_model_is_refused(stock_lru, tmp_path, capsys):
+    another = make_tiny_llama(tmp_path / "another")
+    arms = f"stock-lru@{stock_lru.url},stock-lpm@{stock_lru.url}"
+    assert bench(another, arms, "--concurrency", "1") == 2
+    assert "model is" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_say_what_it_is_is_refused(model, capsys):
+    assert bench(model, "stock-lru@http://127.0.0.1:9,stock-lpm@http://127.0.0.1:9") == 2
+    assert "doesn't answer as an SGLang server does" in capsys.readouterr().err

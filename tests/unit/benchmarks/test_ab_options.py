@@ -1,0 +1,62 @@
+"""What the options of a comparison ask for."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from rag_radix_benchmarks.ab_options import FULL, QUICK, Plan, add_options
+
+from rag_radix.errors import ConfigError
+
+
+def plan(*arguments):
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return Plan.of(parser.parse_args(["--model-path", "some/model", *arguments]))
+
+
+def test_the_default_is_the_full_comparison_of_three_arms():
+    asked = plan()
+    assert [arm.name for arm in asked.arms] == ["stock-lru", "stock-hicache", "knowledge-tree"]
+    assert asked.reference.name == "knowledge-tree"
+    assert asked.capacity_of.name == "stock-lru"
+    assert (asked.repeats, asked.workload.requests) == (FULL["repeats"], FULL["requests"])
+    assert asked.shares == (0.5, 0.8, 0.95)
+
+
+def test_quick_is_smaller_and_what_is_given_wins():
+    asked = plan("--quick", "--repeats", "4")
+    assert asked.workload.requests == QUICK["requests"]
+    assert asked.shares == (0.8,)
+    assert asked.repeats == 4
+
+
+def test_rates_and_closed_loops_take_the_place_of_loads():
+    assert plan("--rates", "1,2.5").rates == (1, 2.5)
+    assert plan("--rates", "1,2.5").shares == ()
+    assert plan("--quick", "--concurrency", "1,4").concurrencies == (1, 4)
+    assert plan("--concurrency", "1,4").shares == ()
+
+
+def test_arms_differ_in_their_own_flags_alone():
+    asked = plan("--arms", "no-cache,stock-lru", "--", "--dtype", "float32")
+    common = set(asked.setup.flags(asked.arms[0])) & set(asked.setup.flags(asked.arms[1]))
+    assert {"--max-total-tokens", "--attention-backend", "float32"} <= common
+    assert not any("hicache" in flag for flag in asked.setup.flags(asked.arms[1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--reference", "stock-lfu"], "--reference 'stock-lfu' is none of --arms"),
+        (["--capacity-of", "no-cache"], "--capacity-of 'no-cache' is none of --arms"),
+        (["--rates", "fast"], "--rates 'fast': give numbers"),
+        (["--loads", "0.5,0"], "--loads '0.5,0': give positive numbers"),
+        (["--repeats", "0"], "--repeats 0: give at least 1"),
+        (["--device-tokens", "0"], "--device-tokens 0: give at least 1"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments, named):
+    with pytest.raises(ConfigError, match=named):
+        plan(*arguments)

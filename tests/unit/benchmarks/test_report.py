@@ -1,0 +1,81 @@
+"""The report of a comparison, as text, as Markdown and as charts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rag_radix_benchmarks.ab import turn
+from rag_radix_benchmarks.arms import STOCK_ARMS
+from rag_radix_benchmarks.limits import Limits
+from rag_radix_benchmarks.report import as_text, write
+from rag_radix_benchmarks.results import Cell, Comparison
+from rag_radix_benchmarks.statistics import Throughput
+from rag_radix_benchmarks.throughputs import Throughputs
+from unit.benchmarks.comparison_data import SETUP, WORKLOAD, result_of
+
+ARMS = [STOCK_ARMS[name] for name in ("no-cache", "stock-lru", "stock-hicache")]
+
+
+@pytest.fixture
+def report():
+    parts = [WORKLOAD.part(repeat) for repeat in range(2)]
+    cells = {
+        load: {
+            arm.name: Cell((result_of(arm, seconds), result_of(arm, 1.1 * seconds)))
+            for arm, seconds in zip(ARMS, (4.0, 2.0, 1.0), strict=True)
+        }
+        for load in ("1 request/s", "2 requests/s")
+    }
+    limits = Limits.of(parts, SETUP, lambda cached, new: float(new))
+    found = {
+        "no-cache": [Throughput(None, 1.0, {0.1: 2.0})] * 2,
+        "stock-lru": [Throughput(1.0, 1.0, {0.1: 0.2, 1.0: 0.9})] * 2,
+        "stock-hicache": [Throughput(2.0, 1.0, {0.1: 0.2, 2.0: 0.9})] * 2,
+    }
+    return {
+        **Comparison(cells, "stock-hicache", parts, limits).as_json(),
+        "throughput": Throughputs(found, found).as_json("stock-hicache"),
+        "commit": "c0ffee",
+        "versions": {"sglang": "0.5.23"},
+        "hardware": {"cores": 2, "processor": "a processor"},
+        "config": {
+            "model_path": "some/model",
+            "repeats": 2,
+            "flags": {arm.name: SETUP.flags(arm) for arm in ARMS},
+        },
+        "command": ["bench", "ab", "--arms", "a,b c"],
+    }
+
+
+def test_every_arm_and_ratio_is_on_the_terminal(report):
+    text = as_text(report)
+    lines = text.splitlines()
+    assert sum(line.startswith("stock-lru ") for line in lines) == 2 * 2 + 2
+    assert "2.00 (2.00..2.00)" in text
+    assert "4.00 (4.00..4.00)" in text
+    assert "0 of 20 answers of no-cache differ" in text
+
+
+def test_throughput_is_the_reference_by_the_arm(report):
+    found = report["throughput"]["own_limit"]
+    assert found["stock-lru"]["reference_by_this"]["value"] == pytest.approx(2)
+    assert found["no-cache"]["reference_by_this"] is None
+
+
+def test_a_folder_gets_markdown_numbers_and_charts(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    write(report, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    charts = {path.name for path in tmp_path.glob("*.png")}
+    assert charts == {"times.png", "hit_rates.png", "ratios.png", "over_rate.png"}
+    assert all(f"({name})" in text for name in charts)
+    assert "rag-radix bench ab --arms 'a,b c'" in text
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
+
+
+def test_every_arm_comes_first_and_order_is_turned_round():
+    orders = [[arm.name for arm in turn(ARMS, repeat)] for repeat in range(6)]
+    assert orders[1] == orders[0][::-1]
+    assert {order[0] for order in orders} == {arm.name for arm in ARMS}
+    assert all(sorted(order) == sorted(arm.name for arm in ARMS) for order in orders)

@@ -1,0 +1,71 @@
+"""Finished runs are kept, and known again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rag_radix_benchmarks.arms import STOCK_ARMS
+from rag_radix_benchmarks.trials import ClosedLoop, OpenLoop, Trial, TrialStore
+from unit.benchmarks.comparison_data import SETUP, WORKLOAD, result_of
+
+from rag_radix.errors import ConfigError
+
+LRU = STOCK_ARMS["stock-lru"]
+TRIAL = Trial(SETUP, LRU, WORKLOAD, OpenLoop(1.5), repeat=0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(TRIAL, repeat=1),
+        replace(TRIAL, load=OpenLoop(1.6)),
+        replace(TRIAL, load=ClosedLoop(2)),
+        replace(TRIAL, arm=STOCK_ARMS["stock-hicache"]),
+        replace(TRIAL, arm=replace(LRU, url="http://elsewhere")),
+        replace(TRIAL, workload=replace(WORKLOAD, seed=4)),
+        replace(TRIAL, setup=replace(SETUP, device_tokens=4096)),
+    ],
+)
+def test_whatever_decides_a_run_is_in_its_key(other):
+    assert other.key != TRIAL.key
+
+
+def test_a_run_is_found_again_by_another_process(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    result = result_of(LRU, 0.25, hit_tokens=100)
+    TrialStore(path).add(TRIAL, result)
+    again = TrialStore(path)
+    assert again.get(TRIAL) == result
+    assert again.get(replace(TRIAL, repeat=1)) is None
+
+
+def test_a_line_that_was_cut_off_is_dropped_and_the_next_one_whole(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    first, second = result_of(LRU, 0.25), result_of(LRU, 0.5)
+    TrialStore(path).add(TRIAL, first)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    store = TrialStore(path)
+    store.add(replace(TRIAL, repeat=1), second)
+    again = TrialStore(path)
+    assert again.get(TRIAL) == first
+    assert again.get(replace(TRIAL, repeat=1)) == second
+
+
+def test_without_a_file_runs_are_kept_in_memory():
+    store = TrialStore(None)
+    store.add(TRIAL, result_of(LRU, 0.25))
+    assert store.get(TRIAL) is not None
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"key": 1}\n')
+    with pytest.raises(ConfigError, match=r"runs.jsonl:1 is no finished run"):
+        TrialStore(path)
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="can't be kept"):
+        TrialStore(tmp_path / "missing" / "runs.jsonl")

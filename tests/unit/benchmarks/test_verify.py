@@ -1,0 +1,70 @@
+"""A server that isn't what its arm says is refused."""
+
+from __future__ import annotations
+
+import pytest
+from rag_radix_benchmarks.arms import STOCK_ARMS, parse_arms
+from rag_radix_benchmarks.facts import WrongArmError
+from rag_radix_benchmarks.verify import verify
+from unit.benchmarks.comparison_data import SETUP, facts_of
+
+TREE = parse_arms("stock-lru,knowledge-tree")[1]
+ARMS = [*STOCK_ARMS.values(), TREE]
+HICACHE = STOCK_ARMS["stock-hicache"]
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
+def test_a_server_that_is_its_arm_passes(arm):
+    verify(arm, SETUP, facts_of(arm))
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cache", "ChunkCache"),
+        ("tree_core", "UnifiedTreeCore"),
+        ("eviction_policy", "priority"),
+        ("order", "random"),
+        ("device_tokens", 8000),
+        ("host_tokens", 32000),
+        ("page_size", 1),
+        ("chunk_tokens", 512),
+        ("running_requests", 8),
+        ("model", "another/model"),
+        ("attention_backend", "torch_native"),
+    ],
+)
+def test_a_server_that_differs_in_one_thing_is_refused(arm, key, value):
+    with pytest.raises(WrongArmError, match=rf"{arm.name} isn't that arm: {key} is '?{value}"):
+        verify(arm, SETUP, facts_of(arm, **{key: value}))
+
+
+def test_a_server_without_a_cache_is_no_server_with_one():
+    with pytest.raises(WrongArmError, match="caching is False, not True"):
+        verify(STOCK_ARMS["stock-lru"], SETUP, facts_of(STOCK_ARMS["no-cache"]))
+
+
+def test_another_write_policy_is_refused():
+    selective = STOCK_ARMS["stock-hicache-selective"]
+    with pytest.raises(WrongArmError, match="write_policy is 'write_through_selective'"):
+        verify(HICACHE, SETUP, facts_of(selective))
+
+
+def test_a_host_tier_where_none_is_expected_is_refused():
+    with pytest.raises(WrongArmError, match="host_tokens is 16, not 0"):
+        verify(STOCK_ARMS["stock-lru"], SETUP, facts_of(STOCK_ARMS["stock-lru"], host_tokens=16))
+
+
+def test_all_that_is_wrong_is_named():
+    with pytest.raises(WrongArmError, match=r"cache is 'UnifiedRadixCache'.*; host_tokens is 0"):
+        verify(TREE, SETUP, facts_of(STOCK_ARMS["stock-lru"]))
+
+
+def test_a_folder_is_the_same_model_in_any_spelling(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    setup = SETUP.__class__(**{**vars(SETUP), "model_path": str(folder)})
+    facts = facts_of(HICACHE, model=str(tmp_path / "." / "x" / ".." / "model"))
+    (tmp_path / "x").mkdir()
+    verify(HICACHE, setup, facts)
