@@ -9,6 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rag_radix_frontend.adapters import (
+        CallableRetriever,
+        LangChainRetriever,
+        LlamaIndexRetriever,
+    )
     from rag_radix_frontend.build import build_index
     from rag_radix_frontend.chat_pipeline import (
         RetrievedAnswer,
@@ -27,10 +32,13 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "CallableEncoder": "encoders",
+    "CallableRetriever": "adapters",
     "Document": "document",
     "Encoder": "encoders",
     "FaissRetriever": "retriever",
     "FrontendError": "errors",
+    "LangChainRetriever": "adapters",
+    "LlamaIndexRetriever": "adapters",
     "RagEndpoint": "endpoint",
     "RetrievalReport": "retrieval_report",
     "RetrievedText": "retrieved_text",
@@ -48,10 +56,13 @@ _MODULES = {
 
 __all__ = [
     "CallableEncoder",
+    "CallableRetriever",
     "Document",
     "Encoder",
     "FaissRetriever",
     "FrontendError",
+    "LangChainRetriever",
+    "LlamaIndexRetriever",
     "RagEndpoint",
     "RetrievalReport",
     "RetrievedAnswer",
