@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import partial
 
 from sglang.lang.ir import SglExpr
 
 from rag_radix_frontend.errors import ArgumentError, RetrievalError
+from rag_radix_frontend.ordering import Arrangement, Documents, Order, check_order
 from rag_radix_frontend.pipeline import Pipeline, Speculator
 from rag_radix_frontend.retriever import Retriever
 from rag_radix_frontend.sglang_lang import ComputedText, RagStreamExecutor
@@ -28,6 +31,7 @@ class SglRetrieve(ComputedText):
         name: str,
         render: Render,
         speculative: bool,
+        order: Order,
     ) -> None:
         super().__init__(name)
         self._retriever = retriever
@@ -35,6 +39,7 @@ class SglRetrieve(ComputedText):
         self._k = k
         self._render = render
         self._speculative = speculative
+        self._order = order
 
     def compute(self, executor: RagStreamExecutor) -> str:
         backend = executor.backend
@@ -43,6 +48,12 @@ class SglRetrieve(ComputedText):
                 f"the query must be text, not {self._query!r}; text that the model generates is "
                 "read from the state, as in s['query']"
             )
+        if self._order == "cached_first" and not hasattr(backend, "cached_order"):
+            raise ArgumentError(
+                "order='cached_first' asks the server what is cached, which "
+                f"{type(backend).__name__} can't: use rag_radix_frontend.RagEndpoint, or "
+                "order='canonical'"
+            )
         if not getattr(backend, "carries_documents", False):
             warnings.warn(
                 f"{type(backend).__name__} doesn't tell the server which documents a prompt "
@@ -50,6 +61,7 @@ class SglRetrieve(ComputedText):
                 UnannotatedWarning,
                 stacklevel=1,
             )
+        arrange = Arrangement(self._order, partial(self._cached_order, executor))
         speculator: Speculator | None = getattr(backend, "speculator", None)
         with Pipeline(
             executor,
@@ -59,10 +71,16 @@ class SglRetrieve(ComputedText):
             total=speculator.log if speculator else None,
         ) as pipeline:
             for stage in self._retriever.retrieve(self._query, self._k):
+                documents = arrange(stage.documents)
                 if stage.final:
-                    return pipeline.finish(stage.documents)
-                pipeline.guess(stage.documents)
+                    return pipeline.finish(documents)
+                pipeline.guess(documents)
         raise RetrievalError(f"{type(self._retriever).__name__} ended without a final stage")
+
+    def _cached_order(self, executor: RagStreamExecutor, documents: Documents) -> Sequence[int]:
+        rendered = [render_documents([each], self._render) for each in documents]
+        order: Sequence[int] = executor.backend.cached_order(executor.text_, rendered)
+        return order
 
     def __repr__(self) -> str:
         return f"Retrieve('{self.name}', {self._query!r}, k={self._k})"
@@ -76,6 +94,7 @@ def rag_retrieve(
     template: str | Render = DEFAULT_TEMPLATE,
     *,
     speculative: bool = True,
+    order: Order = "score",
 ) -> SglRetrieve:
     """Append the k documents that best fit the query, best first.
 
@@ -94,15 +113,22 @@ def rag_retrieve(
     for the documents found so far, as long as the server has room. If they are the final ones, it
     is the program's answer, otherwise it is ended. `speculative=False` waits for the search.
 
+    `order` is that of the documents in the text. `score` is the retriever's. `canonical` is the
+    same whenever the documents are the same, so that they are found cached more often;
+    `cached_first` asks the server, once for each set of documents, which order it has most of in
+    its cache. A model's answer may depend on the order.
+
     `template` is a string with `{text}` and perhaps `{id}`, or a function of the document. What
     raises in the retriever or the template is raised where the program next uses its state.
 
     Raises:
-        ArgumentError: k, name, template or retriever can't work.
+        ArgumentError: k, name, template, order or retriever can't work.
     """
     # A traced program's arguments are placeholders, and what is traced never runs.
     if any(isinstance(given, SglExpr) for given in (retriever, query, k, name, template)):
-        return SglRetrieve(retriever, query, k, name, lambda document: document.text, speculative)
+        return SglRetrieve(
+            retriever, query, k, name, lambda document: document.text, speculative, order
+        )
     if not isinstance(retriever, Retriever):
         raise ArgumentError(f"{retriever!r} is no retriever: it has no retrieve(query, k)")
     if not isinstance(query, str):
@@ -111,4 +137,5 @@ def rag_retrieve(
         raise ArgumentError(f"k must be a whole number of at least 1, not {k!r}")
     if not name:
         raise ArgumentError("name must not be empty: the documents are read as s[name]")
-    return SglRetrieve(retriever, query, k, name, compile_template(template), speculative)
+    check_order(order)
+    return SglRetrieve(retriever, query, k, name, compile_template(template), speculative, order)

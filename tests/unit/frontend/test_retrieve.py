@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import sglang as sgl
-from rag_radix_frontend import FaissRetriever, RagEndpoint, RetrievedText, rag_retrieve
+from rag_radix_frontend import FaissRetriever, RagEndpoint, RetrievedText, Stage, rag_retrieve
 from rag_radix_frontend.errors import ArgumentError
 from rag_radix_frontend.retrieve import UnannotatedWarning
 
@@ -300,3 +300,59 @@ def test_arguments_that_cannot_work_are_refused_at_once(
 ) -> None:
     with pytest.raises(ArgumentError, match=named):
         rag_retrieve(**{"retriever": listed, "query": "animals", **arguments})
+
+
+class DogsFirst:
+    """The documents on animals, dogs first."""
+
+    def __init__(self, listed: Any) -> None:
+        self._listed = listed
+
+    def retrieve(self, query: str, k: int) -> Any:
+        for documents, final in self._listed.retrieve(query, k):
+            yield Stage(documents[::-1], final)
+
+
+def test_canonical_order_doesnt_depend_on_scores(backend: RagEndpoint, listed: Any) -> None:
+    def program(s: Any, order: str) -> None:
+        s += rag_retrieve(DogsFirst(listed), "animals", order=order)
+
+    assert run(program, backend, order="score")["docs"] == DOGS_TEXT + CATS_TEXT
+    state = run(program, backend, order="canonical")
+    assert state["docs"] == CATS_TEXT + DOGS_TEXT
+    assert state["docs"].ids == list(BOTH)
+
+
+def test_cached_first_order_is_the_servers(
+    backend: RagEndpoint, listed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def cached_order(text: str, documents: list[str]) -> list[int]:
+        asked.append((text, documents))
+        return [0, 1]
+
+    monkeypatch.setattr(backend, "cached_order", cached_order)
+
+    def program(s: Any) -> None:
+        s += "Read this.\n"
+        s += rag_retrieve(listed, "animals", order="cached_first", speculative=False)
+
+    assert run(program, backend)["docs"].ids == ["animals/dogs", "animals/cats"]
+    # Once for the stages with the same documents, in the order of the first of them.
+    assert asked == [("Read this.\n", [DOGS_TEXT, CATS_TEXT])]
+
+
+def test_other_backends_have_no_cache_to_ask(stub: Any, listed: Any) -> None:
+    def program(s: Any) -> None:
+        s += rag_retrieve(listed, "animals", order="cached_first")
+
+    stock = sgl.RuntimeEndpoint(stub.url)
+    with pytest.warns(UserWarning, match="cached_first"):
+        failure = sgl.function(program).run(backend=stock).error()
+    assert isinstance(failure, ArgumentError)
+
+
+def test_an_unknown_order_is_refused(listed: Any) -> None:
+    with pytest.raises(ArgumentError, match="unknown order 'best'"):
+        rag_retrieve(listed, "animals", order="best")  # type: ignore[arg-type]
