@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
@@ -22,7 +22,7 @@ from rag_radix_frontend.errors import (
     SpeculationEnded,
     SpeculationRefused,
 )
-from rag_radix_frontend.gate import Gate, Pool
+from rag_radix_frontend.gate import Gate
 from rag_radix_frontend.in_flight import InFlight
 from rag_radix_frontend.pipeline import Speculator
 from rag_radix_frontend.promotion import Promoter
@@ -67,7 +67,7 @@ class RagEndpoint(RuntimeEndpoint):
         self._strict = strict
         self._in_flight = InFlight(lambda rid: self._post("/abort_request", {"rid": rid}))
         self.speculator = Speculator(
-            Gate(self._pool), self._in_flight, Promoter(self._promote), self._identity
+            Gate(self._room), self._in_flight, Promoter(self._promote), self._identity
         )
 
     def cancel(self, state: ProgramState) -> None:
@@ -78,6 +78,19 @@ class RagEndpoint(RuntimeEndpoint):
         (`n > 1`) can't be aborted; it ends first.
         """
         self._in_flight.cancel(state.stream_executor)
+
+    def cached_order(self, text: str, documents: Sequence[str]) -> list[int]:
+        """Indices of documents in the order of which the server has most in its cache.
+
+        `text` precedes them in the prompt; `documents` are their texts in it, one right after the
+        other. What isn't cached keeps the order given.
+
+        Raises:
+            RequestError: the server has no knowledge tree, or can't tokenize in pieces.
+        """
+        asked = {"text": text, "documents": list(documents)}
+        order: list[int] = self._post("/rag/order", asked).json()["order"]
+        return order
 
     def retrievals(self) -> RetrievalReport:
         """What all retrievals of programs on this endpoint took, and their speculations."""
@@ -184,9 +197,10 @@ class RagEndpoint(RuntimeEndpoint):
         _annotate(data, self._strict, speculative=False)
         return call.method, data, asked
 
-    def _pool(self) -> Pool:
+    def _room(self) -> int:
+        """How many speculations the server would take now."""
         pool = self._get("/rag/pool")
-        return Pool(pool["waiting"], pool["max_prefill_bs"])
+        return max(1, pool["max_prefill_bs"] - pool["waiting"]) if pool["accepts"] else 0
 
     def _promote(self, rids: list[str]) -> Mapping[str, str]:
         states: Mapping[str, str] = self._post("/rag/promote", {"rids": rids}).json()["rids"]

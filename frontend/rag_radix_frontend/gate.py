@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rag_radix_frontend.errors import RequestError
 
@@ -15,13 +15,6 @@ _LOG = logging.getLogger(__name__)
 MAX_SPECULATIONS = 64
 _SHORTEST_INTERVAL_S = 0.05
 _LONGEST_INTERVAL_S = 0.4
-
-
-class Pool(NamedTuple):
-    """The server's waiting requests: a speculation is refused where `max_prefill_bs` wait."""
-
-    waiting: int
-    max_prefill_bs: int
 
 
 class Candidate(Protocol):
@@ -40,8 +33,12 @@ class Gate:
     it takes nothing. A server that doesn't know the question gets no speculations at all.
     """
 
-    def __init__(self, ask: Callable[[], Pool], limit: int = MAX_SPECULATIONS) -> None:
-        """`ask` returns the server's pool; it raises `RequestError` where there is none."""
+    def __init__(self, ask: Callable[[], int], limit: int = MAX_SPECULATIONS) -> None:
+        """`ask` has the server say how many more speculations it would take now.
+
+        It may raise anything; a `RequestError` with a status from 400 to 499 means that the
+        server knows no speculations.
+        """
         self._ask = ask
         self._limit = limit
         self._changed = threading.Condition()
@@ -125,15 +122,12 @@ class Gate:
                 candidate.admitted()
 
     def _room(self) -> int:
-        """How many speculations the server would take now."""
         try:
-            pool = self._ask()
+            return self._ask()
         except RequestError as error:
             if error.status is not None and 400 <= error.status < 500:
                 _LOG.info("the server takes no speculations: %s", error)
                 self._useless = True
-            return 0
         except Exception as error:
             _LOG.warning("the server can't be asked whether it takes speculations: %s", error)
-            return 0
-        return max(0, pool.max_prefill_bs - pool.waiting)
+        return 0

@@ -50,7 +50,8 @@ class Promoter:
             self._changed.notify_all()
             if not self._asking:
                 self._asking = True
-                threading.Thread(target=self._run, name="rag-promote", daemon=True).start()
+                # No daemon: the server counts an answer by this, also when the process ends now.
+                threading.Thread(target=self._run, name="rag-promote", daemon=False).start()
 
     def _run(self) -> None:
         while True:

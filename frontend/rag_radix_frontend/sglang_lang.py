@@ -237,9 +237,19 @@ class RagProgramStateGroup(ProgramStateGroup):
 
 _REPLACEMENTS = (RagStreamExecutor, RagProgramState, RagProgramStateGroup)
 
-# What the subclasses override or call, with its parameters.
+# What the subclasses override or call and `run_ahead` calls, with its parameters.
 _USED: dict[type, dict[str, tuple[str, ...]]] = {
     StreamExecutor: {
+        "__init__": (
+            "self",
+            "backend",
+            "arguments",
+            "default_sampling_para",
+            "chat_template",
+            "stream",
+            "num_api_spec_tokens",
+            "use_thread",
+        ),
         "submit": ("self", "expr"),
         "end": ("self",),
         "sync": ("self",),

@@ -93,7 +93,8 @@ class Speculation:
 
     def result(self) -> Any:
         """What the call returned; raises what it raised."""
-        return next(self.events())
+        (result,) = self.events()
+        return result
 
     def events(self) -> Iterator[Any]:
         """What the call yields: first all there is, then the rest as it comes."""

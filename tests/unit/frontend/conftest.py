@@ -12,7 +12,15 @@ from typing import Any
 
 import orjson
 import pytest
-from rag_radix_frontend import Document, FaissRetriever, ScoredDocument, Stage, build_index
+from rag_radix_frontend import (
+    Document,
+    FaissRetriever,
+    RagEndpoint,
+    ScoredDocument,
+    Stage,
+    build_index,
+)
+from unit.frontend.speculative_server import SpeculativeServer, eventually
 
 
 @pytest.fixture(scope="session")
@@ -163,3 +171,25 @@ def stub() -> Iterator[StubServer]:
     server = StubServer()
     yield server
     server.close()
+
+
+@pytest.fixture
+def server() -> Iterator[SpeculativeServer]:
+    server = SpeculativeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def backend(server: SpeculativeServer) -> RagEndpoint:
+    return RagEndpoint(server.url, chat_template_name="chatml")
+
+
+@pytest.fixture
+def no_threads_left() -> Iterator[None]:
+    """The threads of speculations end by themselves."""
+    yield
+    eventually(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("rag-")],
+        "a thread is left",
+    )

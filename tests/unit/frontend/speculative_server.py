@@ -48,6 +48,11 @@ class Request:
         self.go.set()
 
 
+class _Server(ThreadingHTTPServer):
+    # Whole batches of programs connect at once.
+    request_queue_size = 128
+
+
 class SpeculativeServer:
     """What a test sets:
 
@@ -71,7 +76,7 @@ class SpeculativeServer:
         self.promoting = threading.Event()
         self.promoting.set()
         self.missing: tuple[str, ...] = ()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = _Server(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -103,12 +108,12 @@ class SpeculativeServer:
                 """Quiet."""
 
             def do_GET(self) -> None:
+                server.pool_asked += self.path == "/rag/pool"
                 if self.path in server.missing:
                     self._send(404, {"error": {"message": "no route"}})
                 elif self.path == "/get_model_info":
                     self._send(200, {"model_path": "stub"})
                 else:
-                    server.pool_asked += 1
                     accepts = server.waiting < server.max_prefill_bs
                     self._send(
                         200,
