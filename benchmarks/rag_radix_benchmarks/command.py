@@ -14,6 +14,7 @@ from rag_radix.errors import RagRadixError
 _BENCHMARKS = {
     "ab": "the knowledge tree against stock SGLang, on real servers",
     "reordering": "the waiting queue reordered, against first come, first served",
+    "order": "what the order of a prompt's documents does to cache and answers",
     "speculation": "generating while the search still runs, against waiting for it",
 }
 

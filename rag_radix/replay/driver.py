@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from rag_radix.cached_prefix import CachedPrefix, PrefixTracker
 from rag_radix.cost_model import PrefillCostTable
 from rag_radix.errors import ConfigError
 from rag_radix.replay.prompts import PromptTokens, ReplayPrompt
@@ -63,6 +64,7 @@ class Replayer:
     Attributes:
         tree: The cache.
         granularity: As given.
+        page_tokens: Tokens that are cached together.
     """
 
     def __init__(self, tree: Any, granularity: int = 1) -> None:
@@ -74,7 +76,7 @@ class Replayer:
 
         self.tree = tree
         self.granularity = granularity
-        self._page_tokens = tree.page_size * granularity
+        self.page_tokens = tree.page_size * granularity
         self._prompts = PromptTokens(granularity)
         self._row = tree.req_to_token_pool.req_to_token[_ROW]
         self._allocator = tree.token_to_kv_pool_allocator
@@ -113,6 +115,14 @@ class Replayer:
             ConfigError: The device tier is too small for it.
         """
         return self._serve(self._arrive(request))
+
+    def cached_tokens(self, request: TraceRequest) -> int:
+        """How many of a prompt's tokens are cached now, in a knowledge tree; only looks."""
+        prompt = self._prompts.prompt(request)
+        limit = prompt.prompt_slots // self.tree.page_size * self.tree.page_size
+        prefix = CachedPrefix(self._key(prompt.ids, request.namespace or None, limit=limit))
+        PrefixTracker(self.tree.tree_core).refresh(prefix)
+        return prefix.tokens * self.granularity
 
     def _arrive(self, request: TraceRequest) -> _Arrival:
         prompt = self._prompts.prompt(request)
@@ -171,7 +181,7 @@ class Replayer:
         grain = self.granularity
         start, end = -(-start_tokens // grain), -(-end_tokens // grain)
         # A paged server makes room for a page more than it may need.
-        spare = self._page_tokens if self._page_tokens > 1 else 0
+        spare = self.page_tokens if self.page_tokens > 1 else 0
         self._evict(self.tree, -(-(end_tokens - start_tokens + spare) // grain))
         slots = self._take(start, end)
         if slots is None:
@@ -217,7 +227,7 @@ class Replayer:
             if document.start >= hit:
                 break
             document_hit += min(document.end, hit) - document.start
-            hit_documents += document.end // self._page_tokens * self._page_tokens <= hit
+            hit_documents += document.end // self.page_tokens * self.page_tokens <= hit
         return Outcome(
             request.prompt_tokens,
             device_hit * grain,

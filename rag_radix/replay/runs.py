@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rag_radix.cost_model import PrefillCostTable
-from rag_radix.replay.driver import Outcome, knowledge_tree_replayer
+from rag_radix.replay.driver import Outcome, Replayer, knowledge_tree_replayer
 from rag_radix.replay.reference_cost import (
     KV_BYTES_PER_TOKEN,
     PCIE_BYTES_PER_S,
@@ -108,6 +108,7 @@ def replay(
     server: ReplayServer,
     *,
     warm_up: int = 0,
+    arrange: Callable[[Replayer, TraceRequest], TraceRequest] | None = None,
     on_request: Callable[[], object] = lambda: None,
 ) -> ReplayTotals:
     """Serve `requests` one after the other and add up what came of those after `warm_up`.
@@ -117,6 +118,8 @@ def replay(
         variant: The policy.
         server: Sizes and costs.
         warm_up: Requests that aren't counted.
+        arrange: Makes of a request that arrives the one that is served, with its documents in
+            another order.
         on_request: Called after each request, for a progress bar.
 
     Raises:
@@ -135,7 +138,8 @@ def replay(
         page_size=server.page_size,
         granularity=server.granularity,
     ) as replayer:
-        for outcome in replayer.run(requests, server.queue):
+        arranged = requests if arrange is None else (arrange(replayer, each) for each in requests)
+        for outcome in replayer.run(arranged, server.queue):
             outcomes.append(outcome)
             if len(outcomes) == warm_up:
                 started = time.process_time()
