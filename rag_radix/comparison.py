@@ -8,7 +8,10 @@ it built, so its internal state is given what the scheduler really holds; and it
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
+
+from rag_radix.settings import TreeSettings
 
 STATE_KEY = "rag_radix_comparison"
 """Key of `observed` in the scheduler's internal state."""
@@ -41,6 +44,17 @@ def _add_observed(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> N
     result.internal_state[STATE_KEY] = observed(scheduler)
 
 
+def stated_settings(settings: TreeSettings) -> dict[str, Any]:
+    """Settings of a knowledge tree that decide what it does, as plain JSON values."""
+    return {
+        "policy": asdict(settings.policy),  # type: ignore[call-overload]
+        **{
+            name: getattr(settings, name)
+            for name in ("swap_out", "max_depth", "reorder_window", "max_prefill_bs")
+        },
+    }
+
+
 def observed(scheduler: Any) -> dict[str, Any]:
     """What a scheduler was built from, as plain JSON values.
 
@@ -61,7 +75,7 @@ def observed(scheduler: Any) -> dict[str, Any]:
         ),
         "write_policy": None if controller is None else controller.write_policy,
         "order": scheduler.policy.policy.value,
-        "reorder_window": None if settings is None else settings.reorder_window,
+        "settings": None if settings is None else stated_settings(settings),
         "attention": type(scheduler.tp_worker.model_runner.attn_backend).__name__,
         "device_tokens": scheduler.token_to_kv_pool_allocator.size,
         "host_tokens": 0 if controller is None else controller.mem_pool_host.logical_size,

@@ -12,22 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rag_radix_benchmarks.ab_options import Plan, add_options
 from rag_radix_benchmarks.answers import check_same_model
 from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.charts import check_plottable
-from rag_radix_benchmarks.experiment import Experiment, progress
+from rag_radix_benchmarks.experiment import Experiment
 from rag_radix_benchmarks.figures import environment
 from rag_radix_benchmarks.limits import Limits, prefill_cost
+from rag_radix_benchmarks.progress import Remaining, progress
 from rag_radix_benchmarks.report import as_text, write
-from rag_radix_benchmarks.results import Cell, Comparison
+from rag_radix_benchmarks.results import Cell, Comparison, ratios
 from rag_radix_benchmarks.servers import Servers
 from rag_radix_benchmarks.throughputs import search_throughputs
-from rag_radix_benchmarks.trials import ClosedLoop, Load, OpenLoop, TrialStore
+from rag_radix_benchmarks.trials import ClosedLoop, Load, OpenLoop, TrialResult, TrialStore
 
 __all__ = ["add_options", "run"]
 
@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> None:
         if options.throughput:
             capacity = experiment.capacity(plan.capacity_of)
             throughputs = search_throughputs(experiment, plan.arms, capacity, plan.repeats)
-    parts = [plan.workload.part(repeat) for repeat in range(plan.repeats)]
+    repeats = len(next(iter(next(iter(cells.values())).values())).results)
+    parts = [plan.workload.part(repeat) for repeat in range(repeats)]
     comparison = Comparison(cells, plan.reference.name, parts, Limits.of(parts, plan.setup, cost))
     check_same_model(plan.reference.name, comparison.agreements())
     report = {
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
         "capacity_requests_per_s": capacity,
         "throughput": throughputs and throughputs.as_json(plan.reference.name),
         **environment(),
-        "config": _config(options, plan),
+        "config": {**_config(options, plan), "repeats": repeats},
         "command": sys.argv[1:],
     }
     if options.report is not None:
@@ -87,32 +88,41 @@ def _loads(plan: Plan, experiment: Experiment) -> tuple[dict[str, Load], float |
 def _measure(
     plan: Plan, experiment: Experiment, loads: dict[str, Load]
 ) -> dict[str, dict[str, Cell]]:
-    trials = {
-        (label, arm.name, repeat): experiment.trial(arm, load, repeat)
-        for repeat in range(plan.repeats)
-        for label, load in loads.items()
-        for arm in turn(plan.arms, repeat)
+    """All loads and arms, repeated as often as asked for or until the intervals are narrow."""
+    results: dict[str, dict[str, list[TrialResult]]] = {
+        label: {arm.name: [] for arm in plan.arms} for label in loads
     }
-    missing = sum(not experiment.is_done(trial) for trial in trials.values())
-    progress(f"{len(trials)} runs, {len(trials) - missing} of them done before")
-    results = {}
-    started, done = time.monotonic(), 0
-    for place, trial in trials.items():
-        was_done = experiment.is_done(trial)
-        results[place] = experiment.run(trial)
-        if not was_done:
-            done += 1
-            left_s = (time.monotonic() - started) / done * (missing - done)
-            progress(f"{done} of {missing} done, about {left_s / 60:.0f} min left")
-    return {
-        label: {
-            arm.name: Cell(
-                tuple(results[label, arm.name, repeat] for repeat in range(plan.repeats))
-            )
-            for arm in plan.arms
+    remaining = Remaining(plan.repeats * len(loads) * len(plan.arms))
+    for repeat in range(plan.most_repeats):
+        for label, load in loads.items():
+            for arm in turn(plan.arms, repeat):
+                with remaining.one():
+                    trial = experiment.trial(arm, load, repeat)
+                    results[label][arm.name].append(experiment.run(trial))
+        cells = {
+            label: {arm: Cell(tuple(of_arm)) for arm, of_arm in by_arm.items()}
+            for label, by_arm in results.items()
         }
-        for label in loads
-    }
+        if repeat + 1 >= plan.repeats and is_precise(cells, plan.reference.name, plan.precision):
+            break
+    return cells
+
+
+def is_precise(
+    cells: Mapping[str, Mapping[str, Cell]], reference: str, precision: float | None
+) -> bool:
+    """Whether every ratio of mean TTFT is known to within a part of itself, if that is asked."""
+    if precision is None:
+        return True
+    found = [
+        ratios(cell, by_arm[reference])["mean_ttft"]
+        for by_arm in cells.values()
+        for arm, cell in by_arm.items()
+        if arm != reference
+    ]
+    return all(
+        each["low"] is not None and each["high"] / each["value"] <= 1 + precision for each in found
+    )
 
 
 def turn(arms: Sequence[Arm], repeat: int) -> Iterator[Arm]:
@@ -125,7 +135,6 @@ def turn(arms: Sequence[Arm], repeat: int) -> Iterator[Arm]:
 def _config(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     given = {name: value for name, value in vars(options).items() if name != "run"}
     resolved = {
-        "repeats": plan.repeats,
         "reference": plan.reference.name,
         "flags": {arm.name: plan.setup.flags(arm) for arm in plan.arms},
         "workload": vars(plan.workload),

@@ -19,7 +19,7 @@ _Number = TypeVar("_Number", int, float)
 # What `--quick` has instead of the defaults; fits into 12 minutes on 2 cores with a model of
 # 135M parameters.
 FULL = {"loads": "0.5,0.8,0.95", "repeats": 5, "warm_up": 300, "requests": 200}
-QUICK = {"loads": "0.8", "repeats": 3, "warm_up": 60, "requests": 40}
+QUICK = {"loads": "0.8", "repeats": 3, "warm_up": 60, "requests": 60}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +41,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--workload", choices=WORKLOADS, default="mmlu-like")
     source.add_argument("--trace", type=Path, metavar="FILE", help="a trace of JSON lines")
-    parser.add_argument("--documents", type=int, default=200, help="in the corpus, workloads")
+    parser.add_argument("--documents", type=int, default=300, help="in the corpus, workloads")
     parser.add_argument("--document-tokens", type=int, default=200, help="mean, workloads")
     parser.add_argument("--k", type=int, default=2, help="documents a request, workloads")
     parser.add_argument("--output-tokens", type=int, default=4, help="of a request, workloads")
     _add_sized(parser, "--requests", int, "measured in a run")
     _add_sized(parser, "--warm-up", int, "requests of a run that fill its cache before")
     _add_sized(parser, "--repeats", int, "of each arm at each load")
+    parser.add_argument(
+        "--precision",
+        type=float,
+        metavar="P",
+        help="repeat until the intervals of all ratios of mean TTFT end within this part of the "
+        "ratio, like 0.05",
+    )
+    parser.add_argument(
+        "--most-repeats", type=int, default=20, metavar="N", help="however wide they are"
+    )
     load = parser.add_mutually_exclusive_group()
     _add_sized(load, "--loads", str, "arrivals by the capacity of --capacity-of")
     load.add_argument("--rates", metavar="R,R", help="arrivals a second")
@@ -64,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="search the highest rate whose mean TTFT stays under 5 times that of the lowest one",
     )
     parser.add_argument("--device-tokens", type=int, default=4_000, help="of the device tier")
-    parser.add_argument("--host-tokens", type=int, default=16_000, help="of the host tier")
+    parser.add_argument("--host-tokens", type=int, default=18_000, help="of the host tier")
     parser.add_argument("--running-requests", type=int, default=4, help="that run at once")
     parser.add_argument("--chunk-tokens", type=int, default=2_048, help="of a prefill at once")
     parser.add_argument("--page-size", type=int, default=1)
@@ -112,6 +122,9 @@ class Plan:
     Attributes:
         arms: In the order given.
         reference: The arm that the others are divided by.
+        repeats: At least.
+        most_repeats: At most, where `precision` asks for more.
+        precision: Repeats go on until every ratio's interval ends within this part of it.
         capacity_of: The arm whose capacity `shares` is of.
         shares: Loads by capacity.
         rates: Loads in requests a second.
@@ -123,6 +136,8 @@ class Plan:
     reference: Arm
     workload: Workload
     repeats: int
+    most_repeats: int
+    precision: float | None
     capacity_of: Arm
     shares: tuple[float, ...]
     rates: tuple[float, ...]
@@ -144,6 +159,9 @@ class Plan:
         for name in ("repeats", "requests", "device_tokens", "running_requests", "page_size"):
             if given[name] < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: give at least 1")
+        most_repeats = given["repeats"]
+        if options.precision is not None:
+            most_repeats = max(options.most_repeats, given["repeats"])
         cuda = _has_cuda()
         setup = Setup(
             model_path=options.model_path,
@@ -160,8 +178,10 @@ class Plan:
             setup=setup,
             arms=tuple(arms),
             reference=_arm(arms, "--reference", given.get("reference", _last_tree(arms))),
-            workload=_workload(options, given["warm_up"], given["requests"], given["repeats"]),
+            workload=_workload(options, given["warm_up"], given["requests"], most_repeats),
             repeats=given["repeats"],
+            most_repeats=most_repeats,
+            precision=options.precision,
             capacity_of=_arm(arms, "--capacity-of", given.get("capacity_of", arms[0].name)),
             shares=_numbers("--loads", given["loads"], float),
             rates=_numbers("--rates", given["rates"] or "", float),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rag_radix.comparison import RADIX_CACHE_BACKEND
+from rag_radix.comparison import RADIX_CACHE_BACKEND, stated_settings
 from rag_radix.cost_model import default_cost_table
 from rag_radix.errors import ConfigError
 from rag_radix.names import BACKEND
@@ -97,7 +97,7 @@ def _knowledge_tree(name: str, config: dict[str, Any]) -> Arm:
         "caching": True,
         "eviction_policy": policy,
         "order": "fcfs",
-        "reorder_window": settings.reorder_window,
+        "settings": stated_settings(settings),
     }
     return Arm(name, tuple(flags), host_tier=True, built=built)
 
@@ -119,7 +119,7 @@ def _stock(
         "eviction_policy": policy,
         "order": order,
         "write_policy": write_policy,
-        "reorder_window": None,
+        "settings": None,
     }
     return Arm(name, tuple(flags), write_policy is not None, built)
 

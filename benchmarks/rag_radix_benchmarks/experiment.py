@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.facts import read_tree_report
 from rag_radix_benchmarks.load import Run, closed_loop, open_loop
+from rag_radix_benchmarks.progress import progress
 from rag_radix_benchmarks.prompts import PromptWriter
 from rag_radix_benchmarks.servers import ArmServer, Servers
 from rag_radix_benchmarks.setup import Setup
@@ -43,9 +43,6 @@ class Experiment:
 
     def trial(self, arm: Arm, load: Load, repeat: int) -> Trial:
         return Trial(self._setup, arm, self._workload, load, repeat)
-
-    def is_done(self, trial: Trial) -> bool:
-        return self._store.get(trial) is not None
 
     def run(self, trial: Trial) -> TrialResult:
         """The result of a trial, which is measured unless it is known.
@@ -116,8 +113,3 @@ def _drive(url: str, bodies: Sequence[dict[str, Any]], part: Part, load: Load) -
     if isinstance(load, OpenLoop):
         return open_loop(url, bodies, part.due_s(load.requests_per_s))
     return closed_loop(url, bodies, load.concurrency)
-
-
-def progress(message: str) -> None:
-    """Say what is going on, beside the result on stdout."""
-    print(message, file=sys.stderr, flush=True)

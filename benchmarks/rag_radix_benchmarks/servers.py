@@ -40,7 +40,7 @@ class Servers:
     Args:
         setup: What all have in common.
         limit: How many may run at the same time; None for as many as fit into memory, judged by
-            what the last one took.
+            the largest so far.
         logs: Folder for their output; None to drop it.
     """
 
@@ -85,7 +85,8 @@ class Servers:
             url = arm.url or stack.enter_context(self._start(arm))
             facts = read_facts(url)
             verify(arm, self._setup, facts)
-            self._needed_bytes = before - psutil.virtual_memory().available
+            needed_bytes = before - psutil.virtual_memory().available
+            self._needed_bytes = max(self._needed_bytes, needed_bytes)
             self._running[arm.name] = ArmServer(url, facts), stack.pop_all()
         return self._running[arm.name][0]
 

@@ -24,7 +24,8 @@ def test_settings_of_the_knowledge_tree_become_flags_and_are_expected_of_its_ser
     config = json.loads(arm.flags[arm.flags.index("--radix-eviction-policy-config") + 1])
     assert config == {"reorder_window": 0, "swap_out": "eager"}
     assert arm.built["eviction_policy"] == "pgdsf-plus"
-    assert arm.built["reorder_window"] == 0
+    assert arm.built["settings"]["reorder_window"] == 0
+    assert arm.built["settings"]["swap_out"] == "eager"
 
 
 def test_an_arm_may_be_served_already():

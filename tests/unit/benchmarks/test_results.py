@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rag_radix_benchmarks.ab import is_precise
 from rag_radix_benchmarks.answers import agreement, check_same_model
 from rag_radix_benchmarks.arms import STOCK_ARMS
 from rag_radix_benchmarks.facts import WrongArmError
@@ -117,3 +118,20 @@ def test_a_client_that_is_late_is_reported(late_s, kept_up):
         (arm, [result_of(arm, 1.0, late_s=late_s), result_of(arm, 1.0)]) for arm in (LRU, HICACHE)
     ]
     assert comparison(*arms).as_json()["client_kept_up"] is kept_up
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "precision", "precise"),
+    [
+        ([3.0, 0.3], 0.05, True),
+        ([3.0, 0.2], 0.05, False),
+        ([3.0], 0.05, False),
+        ([3.0], None, True),
+    ],
+)
+def test_repeats_are_enough_when_every_interval_is_narrow(ttft_s, precision, precise):
+    cells = {
+        LRU.name: Cell(tuple(result_of(LRU, each) for each in ttft_s)),
+        HICACHE.name: Cell(tuple(result_of(HICACHE, each) for each in [1.0, 0.1][: len(ttft_s)])),
+    }
+    assert is_precise({"a load": cells}, HICACHE.name, precision) is precise

@@ -56,6 +56,12 @@ def test_a_host_tier_where_none_is_expected_is_refused():
         verify(STOCK_ARMS["stock-lru"], SETUP, facts_of(STOCK_ARMS["stock-lru"], host_tokens=16))
 
 
+def test_a_setting_of_the_tree_that_differs_is_refused():
+    other = parse_arms("stock-lru,knowledge-tree:max_depth=2")[1]
+    with pytest.raises(WrongArmError, match=r"settings is .*'max_depth': 2.*, not .*None"):
+        verify(TREE, SETUP, facts_of(other))
+
+
 def test_all_that_is_wrong_is_named():
     with pytest.raises(WrongArmError, match=r"cache is 'UnifiedRadixCache'.*; host_tokens is 0"):
         verify(TREE, SETUP, facts_of(STOCK_ARMS["stock-lru"]))
