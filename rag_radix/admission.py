@@ -83,6 +83,13 @@ def admit(request: Any, manager: Manager) -> bool:
     raws = [wire.parse(_custom_params(p)) for p in per_prompt]
     if all(raw is None for raw in raws):
         return False
+    for own, raw in zip(per_prompt, raws, strict=True):
+        if raw is not None and raw.speculative and own.get("n") not in (None, 1):
+            raise AnnotationError(
+                "rag.speculative",
+                f"can't be combined with n={own['n']}, whose samples get ids that the client "
+                "doesn't know and can neither promote nor cancel",
+            )
     _check_request(request)
     prompts, single = _prompts(request)
     if shared:

@@ -34,3 +34,25 @@ class RequestCounters:
     dropped_tail_tokens: int = 0
     refused_nodes: int = 0
     refused_tokens: int = 0
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """What has become of speculative requests.
+
+    Attributes:
+        started: Admitted to the waiting queue.
+        refused: Not admitted, since too many requests waited.
+        ended: Ended by us, since requests that are no speculations waited.
+        promoted: Kept: they count as retrievals.
+        cancelled: Aborted by their clients or by SGLang before they were promoted.
+        wasted_tokens: Computed, prompt and output, by speculations that are over without
+            having been promoted; one that is promoted later takes its tokens back.
+    """
+
+    started: int = 0
+    refused: int = 0
+    ended: int = 0
+    promoted: int = 0
+    cancelled: int = 0
+    wasted_tokens: int = 0

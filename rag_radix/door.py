@@ -31,7 +31,7 @@ from rag_radix import wire
 from rag_radix.admission import admit, counters
 from rag_radix.chat import ChatPlacement, current
 from rag_radix.errors import AnnotationError, IncompatibleSGLangError, UnsupportedError
-from rag_radix.http_routes import add_routes
+from rag_radix.http_routes import Call, add_routes
 from rag_radix.names import BACKEND
 
 __all__ = ["TARGETS", "check_front_end", "counters", "install", "is_applied", "selected", "verify"]
@@ -130,12 +130,15 @@ def _after_manager_ready(_result: None, manager: Any, *_args: Any, **_kwargs: An
     """The first moment a process knows its configuration: add the rest, or nothing."""
     if not selected(manager.server_args):
         return
+    from rag_radix import rpc
+
+    caller = rpc.Caller(manager)
     if _HTTP in sys.modules and "native_http" not in _installed:
-        _install_http()
+        _install_http(caller.call)
     verify()
 
 
-def _install_http() -> None:
+def _install_http(call: Call) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     _register("native_http", _around_native_http, "around")
@@ -143,7 +146,7 @@ def _install_http() -> None:
     _register("chat_conversation", _after_chat_conversation, "after")
     _register("chat_encode", _around_chat_encode, "around")
     HookRegistry.apply_hooks()
-    add_routes(sys.modules[_HTTP].app, _http_manager)
+    add_routes(sys.modules[_HTTP].app, _http_manager, call)
 
 
 def _http_manager() -> Any:

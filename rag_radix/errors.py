@@ -35,3 +35,7 @@ class LaunchError(RagRadixError, RuntimeError):
 
 class IncompatibleSGLangError(RagRadixError, RuntimeError):
     """The installed SGLang isn't the one this release was written against."""
+
+
+class RpcError(RagRadixError, RuntimeError):
+    """A scheduler could not do what an HTTP process asked of it."""

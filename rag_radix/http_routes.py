@@ -1,36 +1,99 @@
-"""`GET /rag/stats`: the knowledge tree's statistics over HTTP.
+"""The routes under `/rag` that SGLang's HTTP server gets.
 
-The route needs the same key as SGLang's `/server_info` (`--api-key`, when set).
+All of them need the same key as SGLang's `/server_info` (`--api-key`, when set). An error is
+answered with ``{"error": {"message": ...}}``: 400 when the request is malformed, 500 when a
+scheduler failed.
+
+- `GET /rag/stats`: the knowledge tree's statistics.
+- `POST /rag/promote` ``{"rids": [...]}``: these speculations were right. Answers
+  ``{"rids": {rid: state}}``. "running": it waits or runs, and from now on is an ordinary request:
+  it is never ended, and it counts. "finished": it has ended with its answer, and counts.
+  "unknown": it was refused, ended or cancelled, is no speculation, or is forgotten (the last 1,024
+  that have ended are known). To promote twice changes nothing. A batch's requests have an id
+  each: those given, or ``<rid>_<index>`` when only one was.
+- `GET /rag/pool`: ``{"waiting": n, "max_prefill_bs": m, "accepts": bool}``: how many requests wait,
+  and whether a speculation would be admitted now. Of several data-parallel ranks, the one with
+  the fewest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 
 from rag_radix.admission import counters
-from rag_radix.names import STATE_KEY
+from rag_radix.errors import RpcError
+from rag_radix.names import POOL_ACTION, PROMOTE_ACTION, STATE_KEY
 
 STATS_PATH = "/rag/stats"
+PROMOTE_PATH = "/rag/promote"
+POOL_PATH = "/rag/pool"
+
+MAX_RIDS = 1024
+
+Call = Callable[[str, Any], Awaitable[list[Any]]]
 
 
-def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any]) -> None:
+def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any], call: Call) -> None:
     """Add the routes to SGLang's app.
 
     Args:
         app: The app.
         tokenizer_manager: Finds the tokenizer manager once there are requests.
+        call: Calls an action of the schedulers (`rpc.Caller.call`).
     """
 
     async def rag_stats() -> Response:
         """Statistics of every data-parallel rank, and what came through this process's door."""
         states = await tokenizer_manager().get_internal_state()
-        return Response(orjson.dumps(assemble(states)), media_type="application/json")
+        return _json(assemble(states))
+
+    async def rag_promote(request: Request) -> Response:
+        try:
+            rids = parse_rids(await request.body())
+        except ValueError as error:
+            return _error(400, error)
+        await _are_dispatched(tokenizer_manager(), rids)
+        try:
+            ranks = await call(PROMOTE_ACTION, rids)
+        except RpcError as error:
+            return _error(500, error)
+        return _json({"rids": {rid: _known(rid, ranks) for rid in rids}})
+
+    async def rag_pool() -> Response:
+        try:
+            ranks = await call(POOL_ACTION, None)
+        except RpcError as error:
+            return _error(500, error)
+        return _json(min(ranks, key=lambda rank: rank["waiting"]))
 
     app.add_api_route(STATS_PATH, rag_stats, methods=["GET"])
+    app.add_api_route(PROMOTE_PATH, rag_promote, methods=["POST"])
+    app.add_api_route(POOL_PATH, rag_pool, methods=["GET"])
+
+
+def parse_rids(body: bytes) -> list[str]:
+    """The ids in the body of a promotion.
+
+    Raises:
+        ValueError: It is malformed; the message names what.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body isn't JSON: {error}") from None
+    if not isinstance(value, dict) or set(value) != {"rids"}:
+        raise ValueError('the body must be an object with "rids" alone')
+    rids = value["rids"]
+    if not isinstance(rids, list) or not all(isinstance(rid, str) and rid for rid in rids):
+        raise ValueError("rids must be an array of strings, none of them empty")
+    if len(rids) > MAX_RIDS:
+        raise ValueError(f"rids has {len(rids)} entries, at most {MAX_RIDS} are allowed")
+    return rids
 
 
 def assemble(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -49,3 +112,22 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Any]:
     if len(ranks) == 1:
         return {**(ranks[0] or {}), "door": door}
     return {"ranks": ranks, "door": door}
+
+
+async def _are_dispatched(manager: Any, rids: list[str]) -> None:
+    """Wait for requests that are still being tokenized here: the schedulers don't know them."""
+    states = [manager.rid_to_state.get(rid) for rid in rids]
+    while any(state and not (state.dispatched or state.finished) for state in states):
+        await asyncio.sleep(0.001)
+
+
+def _known(rid: str, ranks: list[dict[str, str]]) -> str:
+    return next((rank[rid] for rank in ranks if rank[rid] != "unknown"), "unknown")
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _error(status: int, error: Exception) -> Response:
+    return _json({"error": {"message": str(error)}}, status)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 from rag_radix.component import KnowledgeComponent
@@ -21,6 +21,7 @@ from rag_radix.sglang_compat import (
     UnifiedRadixCache,
     time_counter,
 )
+from rag_radix.speculation import Speculations
 from rag_radix.statistics import DocumentFrequencies
 from rag_radix.swap_out import SwapOut
 from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore, Occurrence
@@ -48,6 +49,7 @@ class KnowledgeTree(UnifiedRadixCache):
         counters: What requests found.
         document_frequencies: Retrievals per document; survive eviction, not a flush.
         histories: Uses per path, for policies that ask for them; likewise.
+        speculations: Guesses in flight, and those that have ended.
         waiting: The requests that wait to be served, next ones first.
     """
 
@@ -62,6 +64,7 @@ class KnowledgeTree(UnifiedRadixCache):
         self.document_frequencies = DocumentFrequencies()
         self.histories = PathHistories()
         self.swap_out = SwapOut(self)
+        self.speculations = Speculations(self)
         self.waiting: Callable[[], Iterable[Any]] = tuple
         super().__init__(params)
 
@@ -105,8 +108,11 @@ class KnowledgeTree(UnifiedRadixCache):
         path = self._cut_and_name(retrieval, self.tree_core.path_to(req.last_node), req)
         self._mark_matched(path, retrieval.inserted_end, started)
         retrieval.inserted_end = max(retrieval.inserted_end, path[-1][1] if path else 0)
+        retrieval.note_hits(req)
+        if self.settings.policy.uses_history:
+            retrieval.path_keys(req)
         if retrieval.counts_now(req):
-            self._count(retrieval, path, req)
+            self._count(retrieval, path)
         if self.is_write_back and self.settings.swap_out == "eager":
             self.swap_out.copy_ahead([node for node, _ in path])
 
@@ -121,7 +127,38 @@ class KnowledgeTree(UnifiedRadixCache):
         super().on_release(req, checkpointed=checkpointed)
         retrieval = Retrieval.of(req, self.settings.max_depth)
         if self._recorder is not None and retrieval.counted and req.finished():
-            self._recorder.record(retrieval, req)
+            self._recorder.record(retrieval, len(req.output_ids))
+        self.speculations.released(req)
+
+    # Speculations that are promoted
+
+    def count_running(self, req: Any) -> None:
+        """Count what `req`, a speculation until now, has put into the tree so far."""
+        retrieval = Retrieval.of(req, self.settings.max_depth)
+        if req.lock is not None and retrieval.inserted_end > 0 and retrieval.counts_now(req):
+            self._count(retrieval, self._with_ends(self.tree_core.path_to(req.last_node)))
+
+    def path_ids(self, req: Any) -> tuple[int, ...]:
+        """The nodes that `req`, which ends, has used or made."""
+        if req.last_node is None or Retrieval.of(req, self.settings.max_depth).inserted_end == 0:
+            return ()
+        return tuple(node.id for node in self.tree_core.path_to(req.last_node))
+
+    def count_ended(
+        self, retrieval: Retrieval, node_ids: Sequence[int], output_tokens: int
+    ) -> None:
+        """Count a request that has ended, on those of its nodes that are still in the tree."""
+        left = (node_id for node_id in reversed(node_ids) if self.tree_core.has_node(node_id))
+        deepest = next(left, None)
+        nodes = [] if deepest is None else self.tree_core.path_to(deepest)
+        self._count(retrieval, self._with_ends(nodes))
+        self._count_documents(retrieval, retrieval.prompt_tokens)
+        if self._recorder is not None:
+            self._recorder.record(retrieval, output_tokens)
+
+    @staticmethod
+    def _with_ends(nodes: list[DocumentNode]) -> list[tuple[DocumentNode, int]]:
+        return list(zip(nodes, accumulate(len(node.key) for node in nodes), strict=True))
 
     def _cut_and_name(
         self, retrieval: Retrieval, nodes: list[DocumentNode], req: Any
@@ -152,7 +189,7 @@ class KnowledgeTree(UnifiedRadixCache):
         for first, last, index in spans:
             # A document within one page has no node of its own.
             if since < last <= start and first < last:
-                document = retrieval.document_key(index, req)
+                document = retrieval.document_key(index)
                 self._name(ends[last], Occurrence(document, last - first))
         return path
 
@@ -180,11 +217,10 @@ class KnowledgeTree(UnifiedRadixCache):
             if end > inserted_end and node.creation_time <= started:
                 node.matched = True
 
-    def _count(self, retrieval: Retrieval, path: list[tuple[DocumentNode, int]], req: Any) -> None:
+    def _count(self, retrieval: Retrieval, path: list[tuple[DocumentNode, int]]) -> None:
         """Count the nodes of `path` that belong to the prompt and aren't counted yet, or have
         left the tree since."""
-        device_hit, host_hit = req.cached_tokens_device, req.cached_tokens_host
-        hit = device_hit + host_hit + req.cached_tokens_storage
+        hit = retrieval.hits.total
         new_tokens = max(retrieval.prompt_tokens - hit, 1)
         cost = self.settings.prefill_cost(hit, new_tokens)
         if not retrieval.counted:
@@ -196,8 +232,8 @@ class KnowledgeTree(UnifiedRadixCache):
                 self.histories.model.advance(now)
             self.counters.requests += 1
             self.counters.prompt_tokens += retrieval.prompt_tokens
-            self.counters.device_hit_tokens += device_hit
-            self.counters.host_hit_tokens += host_hit
+            self.counters.device_hit_tokens += retrieval.hits.device
+            self.counters.host_hit_tokens += retrieval.hits.host
         spans = retrieval.kept_documents
         for node, end in path:
             start = end - len(node.key)
@@ -209,7 +245,7 @@ class KnowledgeTree(UnifiedRadixCache):
             statistics = node.statistics
             statistics.frequency += 1
             statistics.last_access = self.tree_core.access_time
-            self._count_documents(retrieval, start, device_hit, hit, req)
+            self._count_documents(retrieval, start)
             index = bisect_right(spans, start, key=lambda span: self._page_floor(span.start)) - 1
             if index >= 0 and end <= spans[index].end:
                 statistics.document_frequency = max(
@@ -226,7 +262,7 @@ class KnowledgeTree(UnifiedRadixCache):
         retrieval.counted_at = time_counter()
         if retrieval.inserted_end >= self._page_floor(retrieval.prompt_tokens):
             # Those that share their only page with the end of the prompt, too.
-            self._count_documents(retrieval, retrieval.prompt_tokens, device_hit, hit, req)
+            self._count_documents(retrieval, retrieval.prompt_tokens)
 
     def _note_history(self, node: DocumentNode, above: PathHistory | None) -> None:
         """Give `node` the history of the last document that begins `above` its end or, for
@@ -252,25 +288,23 @@ class KnowledgeTree(UnifiedRadixCache):
         tokens = len(node.key)
         node.statistics.add_cost(self.settings.prefill_cost(start, tokens), tokens)
 
-    def _count_documents(
-        self, retrieval: Retrieval, position: int, device_hit: int, hit: int, req: Any
-    ) -> None:
+    def _count_documents(self, retrieval: Retrieval, position: int) -> None:
         """Count the documents that begin up to `position` and aren't counted yet."""
         spans = retrieval.annotation.documents
         while (index := len(retrieval.document_counts)) < len(spans):
             if self._page_floor(spans[index].start) > position:
                 return
-            document, end = retrieval.document_key(index, req), self._page_floor(spans[index].end)
+            document, end = retrieval.document_key(index), self._page_floor(spans[index].end)
             if end <= spans[index].start:
                 end = spans[index].end  # it lies within a page, which belongs to what follows
             retrieval.document_counts.append(self.document_frequencies.record(document))
             if self.settings.policy.uses_history and index < len(retrieval.kept_documents):
-                path = retrieval.path_keys(req)[index]
+                path = retrieval.keys[index]
                 retrieval.histories.append(self.histories.record(path, self.tree_core.access_time))
             self.counters.documents += 1
-            if end <= device_hit:
+            if end <= retrieval.hits.device:
                 self.counters.device_hit_documents += 1
-            elif end <= hit:
+            elif end <= retrieval.hits.total:
                 self.counters.host_hit_documents += 1
 
     def _page_floor(self, tokens: int) -> int:

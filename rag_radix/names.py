@@ -5,3 +5,9 @@ BACKEND = "knowledge-tree"
 
 STATE_KEY = "rag_radix"
 """Key of the tree's report in the scheduler's internal state."""
+
+PROMOTE_ACTION = "promote"
+"""What a scheduler does with the ids of speculations that were right: `promote`."""
+
+POOL_ACTION = "pool"
+"""Asks a scheduler whether it would admit a speculation."""

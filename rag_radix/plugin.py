@@ -44,7 +44,7 @@ def _register_parts() -> None:
         add_radix_eviction_policy_choices,
     )
 
-    from rag_radix import door, scheduler_hooks
+    from rag_radix import door, rpc, scheduler_hooks
     from rag_radix.policies import POLICIES
 
     sglang_backend.register()
@@ -52,6 +52,7 @@ def _register_parts() -> None:
         [name for name in POLICIES if name not in RADIX_EVICTION_POLICY_CHOICES]
     )
     door.install()
+    rpc.register_types()
     scheduler_hooks.install()
     if COMPARISON.is_set():
         from rag_radix import comparison

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from hashlib import blake2b
-from typing import Any
 
 from rag_radix.replay.trace import TraceDocument, TraceRequest, TraceWriter
 from rag_radix.retrieval import Retrieval
 
 
 class TraceRecorder:
-    """Appends each request to a trace when it ends, in the order of their ends.
+    """Appends each request to a trace when it ends, in the order of their ends; a speculation
+    when it has ended and is promoted.
 
     Raises:
         TraceError: The file can't be opened for appending.
@@ -25,11 +25,11 @@ class TraceRecorder:
         """Seconds since the trace began."""
         return time.monotonic() - self._started_s
 
-    def record(self, retrieval: Retrieval, req: Any) -> None:
+    def record(self, retrieval: Retrieval, output_tokens: int) -> None:
         namespace = ""
-        if req.extra_key or req.cache_salt:
+        if retrieval.extra_key or retrieval.cache_salt:
             # A salt is a secret.
-            names = repr((req.extra_key, req.cache_salt)).encode()
+            names = repr((retrieval.extra_key, retrieval.cache_salt)).encode()
             namespace = blake2b(names, digest_size=8).hexdigest()
         documents = tuple(
             TraceDocument(span.id, span.version, span.start, span.end)
@@ -40,7 +40,7 @@ class TraceRecorder:
                 arrival_s=round(retrieval.counted_at_s, 3),
                 documents=documents,
                 prompt_tokens=retrieval.prompt_tokens,
-                output_tokens=len(req.output_ids),
+                output_tokens=output_tokens,
                 namespace=namespace,
             )
         )

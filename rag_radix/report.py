@@ -65,6 +65,11 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "given_up_copies": sum(node.host_reclaims for node in nodes),
         },
         "requests": asdict(counters),
+        "speculation": {
+            **asdict(tree.speculations.counters),
+            "in_flight": len(tree.speculations.in_flight),
+            "max_prefill_bs": tree.settings.max_prefill_bs,
+        },
         "splits": core.splits,
     }
     if host is not None:

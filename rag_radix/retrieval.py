@@ -5,15 +5,25 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from rag_radix import wire
 from rag_radix.document import Annotation, DocumentSpan
 from rag_radix.history import PathHistory
-from rag_radix.sglang_compat import is_finished_unaborted
 from rag_radix.statistics import DocumentKey
 
+
+class Hits(NamedTuple):
+    """Tokens of a prompt that didn't need to be computed: found on the device, on host, and
+    in all, a storage backend included."""
+
+    device: int = 0
+    host: int = 0
+    total: int = 0
+
+
 _NO_DOCUMENTS = Annotation(documents=())
+_NO_HITS = Hits()
 
 
 @dataclass(slots=True)
@@ -26,6 +36,10 @@ class Retrieval:
         kept_documents: Those of them that get nodes of their own; what follows them counts
             as the question's.
         prompt_tokens: Length of its prompt.
+        extra_key: SGLang's namespace.
+        cache_salt: Likewise, a secret.
+        speculative: Whether it is a guess; a promotion ends that.
+        hits: What its first prefill found.
         inserted_end: End of the part of it that the request has put into the tree.
         counted: Whether the request is counted.
         counted_end: End of the part of the prompt whose nodes are counted.
@@ -41,6 +55,10 @@ class Retrieval:
     annotation: Annotation
     kept_documents: tuple[DocumentSpan, ...]
     prompt_tokens: int
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    speculative: bool = False
+    hits: Hits = _NO_HITS
     inserted_end: int = 0
     counted: bool = False
     counted_end: int = 0
@@ -58,30 +76,39 @@ class Retrieval:
         if retrieval is None:
             annotation = wire.spans(req.sampling_params.custom_params) or _NO_DOCUMENTS
             kept = tuple(annotation.documents[:max_depth])
-            retrieval = req.rag_retrieval = cls(annotation, kept, len(req.origin_input_ids))
+            retrieval = req.rag_retrieval = cls(
+                annotation,
+                kept,
+                len(req.origin_input_ids),
+                req.extra_key,
+                req.cache_salt,
+                annotation.speculative,
+            )
         return retrieval
 
     def counts_now(self, req: Any) -> bool:
         """Whether the part of the prompt that is in the tree now may be counted.
 
-        A speculation counts when it has become the answer, so a cancelled one never does.
-        With `n > 1` SGLang computes the prompt in an extra request of zero tokens: that one
-        is the retrieval, the samples that follow repeat it.
+        A speculation counts once it is promoted, so a wrong guess never does. With `n > 1`
+        SGLang computes the prompt in an extra request of zero tokens: that one is the
+        retrieval, the samples that follow repeat it.
         """
-        if self.annotation.speculative and not is_finished_unaborted(req):
-            return False
         params = req.sampling_params
-        return bool(params.n == 1 or params.max_new_tokens == 0)
+        return not self.speculative and bool(params.n == 1 or params.max_new_tokens == 0)
 
-    def document_key(self, index: int, req: Any) -> DocumentKey:
+    def note_hits(self, req: Any) -> None:
+        device, host = req.cached_tokens_device, req.cached_tokens_host
+        self.hits = Hits(device, host, device + host + req.cached_tokens_storage)
+
+    def document_key(self, index: int) -> DocumentKey:
         span = self.annotation.documents[index]
-        return DocumentKey(span.id, span.version, req.extra_key, req.cache_salt)
+        return DocumentKey(span.id, span.version, self.extra_key, self.cache_salt)
 
     def path_keys(self, req: Any) -> list[bytes]:
         """By document that gets a node of its own: identifies the prompt up to its end, in
         its namespace."""
         if self.kept_documents and not self.keys:
-            namespace = repr((req.extra_key, req.cache_salt)).encode()
+            namespace = repr((self.extra_key, self.cache_salt)).encode()
             path = blake2b(digest_size=16, key=blake2b(namespace).digest())
             tokens, start = memoryview(array("q", req.origin_input_ids)), 0
             for span in self.kept_documents:

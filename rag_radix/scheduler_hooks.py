@@ -1,49 +1,164 @@
-"""What we add to SGLang's scheduler: the tree's report, and the tree's view of the queue."""
+"""What we add to SGLang's scheduler: all hooks on it, and what it answers to calls.
+
+Every hook does nothing for another cache than ours. What a hook does beyond a line is elsewhere:
+`yielding` lets speculations step aside, `rpc` carries the calls.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from rag_radix import yielding
 from rag_radix.door import is_applied
 from rag_radix.errors import IncompatibleSGLangError
-from rag_radix.names import STATE_KEY
+from rag_radix.names import POOL_ACTION, PROMOTE_ACTION, STATE_KEY
+from rag_radix.sglang_compat import surface_problems
 
 _MODULE = "sglang.srt.managers.scheduler"
 
 
 def install() -> None:
-    """Register the hooks where there is a scheduler; they do nothing for another cache."""
+    """Register the hooks where there is a scheduler."""
     if _MODULE in sys.modules:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        for target, hook in TARGETS.items():
-            HookRegistry.register(target, hook, HookType.AFTER)
+        for target, (kind, hook) in TARGETS.items():
+            HookRegistry.register(target, hook, HookType(kind))
 
 
 def verify() -> None:
-    """Raise IncompatibleSGLangError unless this process's scheduler has the hooks."""
-    for target, hook in TARGETS.items():
+    """Raise IncompatibleSGLangError unless this process's scheduler has the hooks, and all
+    that they call."""
+    for target, (_, hook) in TARGETS.items():
         if not is_applied(target, hook):
             raise IncompatibleSGLangError(
-                f"the hook on {target} isn't in place: the log says why, and without it "
-                "/rag/stats would be empty and the waiting queue unknown to the policy"
+                f"the hook on {target} isn't in place: the log says why, and without it the "
+                "scheduler would know nothing of documents and speculations"
             )
+    if problems := surface_problems(SURFACE):
+        raise IncompatibleSGLangError("SGLang's scheduler has changed: " + "; ".join(problems))
 
 
-def _add_report(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    report = getattr(scheduler.tree_cache, "report", None)
-    if report is not None:
-        result.internal_state[STATE_KEY] = report()
+def has_tree(scheduler: Any) -> bool:
+    """Whether `scheduler` has a knowledge tree."""
+    return hasattr(scheduler.tree_cache, "speculations")
 
 
-def _show_queue(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    if hasattr(scheduler.tree_cache, "waiting"):
-        # SGLang makes a new list whenever requests leave the queue.
-        scheduler.tree_cache.waiting = lambda: scheduler.waiting_queue
+def _after_init(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    if not has_tree(scheduler):
+        return
+    missing = [name for name in ATTRIBUTES if not hasattr(scheduler, name)]
+    if missing:
+        raise IncompatibleSGLangError(f"SGLang's scheduler has no {', '.join(missing)}")
+    # SGLang makes a new list whenever requests leave the queue.
+    scheduler.tree_cache.waiting = lambda: scheduler.waiting_queue
 
 
-TARGETS = {
-    f"{_MODULE}.Scheduler.get_internal_state": _add_report,
-    f"{_MODULE}.Scheduler.__init__": _show_queue,
+def _after_schedule_policy(_result: Any, scheduler: Any) -> None:
+    if has_tree(scheduler):
+        from rag_radix import schedule_policy
+
+        schedule_policy.install(scheduler)
+
+
+def _after_dispatcher(_result: Any, scheduler: Any) -> None:
+    if has_tree(scheduler):
+        from rag_radix import rpc
+
+        rpc.serve(scheduler, ACTIONS)
+
+
+def _after_internal_state(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    if has_tree(scheduler):
+        report = scheduler.tree_cache.report()
+        report["queue"] = scheduler.policy.report()
+        result.internal_state[STATE_KEY] = report
+
+
+def _around_queued_limit(original: Any, scheduler: Any, recv_req: Any) -> bool:
+    if has_tree(scheduler):
+        return yielding.abort_on_queued_limit(original, scheduler, recv_req)
+    return bool(original(scheduler, recv_req))
+
+
+def _after_release_aborted(_result: Any, scheduler: Any, req: Any) -> None:
+    if has_tree(scheduler):
+        scheduler.tree_cache.speculations.aborted(req)
+
+
+def _before_chunked_abort(scheduler: Any) -> None:
+    if has_tree(scheduler):
+        yielding.before_pending_chunked_abort(scheduler)
+
+
+def _after_batch(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    if has_tree(scheduler):
+        yielding.after_new_batch_prefill(result, scheduler)
+
+
+def _promote(scheduler: Any, rids: list[str]) -> dict[str, str]:
+    speculations = scheduler.tree_cache.speculations
+    # A request whose grammar isn't compiled yet is not in the waiting queue.
+    early = {req.rid: req for req in scheduler.grammar_manager.grammar_queue}
+    return {rid: speculations.promote(rid, early.get(rid)) for rid in rids}
+
+
+def _pool(scheduler: Any, _body: None) -> dict[str, Any]:
+    waiting = len(scheduler.waiting_queue)
+    limit = scheduler.tree_cache.settings.max_prefill_bs
+    return {"waiting": waiting, "max_prefill_bs": limit, "accepts": waiting < limit}
+
+
+ACTIONS: dict[str, Callable[[Any, Any], Any]] = {PROMOTE_ACTION: _promote, POOL_ACTION: _pool}
+
+_HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "__init__": ("after", _after_init),
+    "init_request_dispatcher": ("after", _after_dispatcher),
+    "init_schedule_policy": ("after", _after_schedule_policy),
+    "get_internal_state": ("after", _after_internal_state),
+    "_abort_on_queued_limit": ("around", _around_queued_limit),
+    "_release_aborted_request": ("after", _after_release_aborted),
+    "process_pending_chunked_abort": ("before", _before_chunked_abort),
+    "get_new_batch_prefill": ("after", _after_batch),
 }
+TARGETS = {f"{_MODULE}.Scheduler.{name}": hook for name, hook in _HOOKS.items()}
+
+# What the hooks take and call, with its parameters.
+SURFACE: dict[str, tuple[str, ...]] = {
+    f"{_MODULE}:_make_abort_req": ("req", "finished_reason"),
+    **{
+        f"{_MODULE}:Scheduler.{name}": ("self", *parameters)
+        for name, parameters in {
+            "__init__": ("server_args", "port_args"),
+            "init_request_dispatcher": (),
+            "init_schedule_policy": (),
+            "get_internal_state": ("recv_req",),
+            "_abort_on_queued_limit": ("recv_req",),
+            "_release_aborted_request": ("req",),
+            "process_pending_chunked_abort": (),
+            "get_new_batch_prefill": ("running_batch",),
+            "send_abort_output": ("abort_req", "req"),
+            "stash_chunked_request": ("req",),
+            "get_num_allocatable_reqs": (
+                "running_bs",
+                "beam_width",
+                "running_batch",
+                "num_held_rows",
+            ),
+        }.items()
+    },
+}
+
+# What they read and set on the scheduler.
+ATTRIBUTES = (
+    "_pending_chunked_abort_req",
+    "_request_dispatcher",
+    "beam_coordinator",
+    "chunked_req",
+    "grammar_manager",
+    "max_queued_requests",
+    "tree_cache",
+    "waiting_queue",
+)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV, FreeComponentDeviceSlot
 from sglang.srt.mem_cache.unified_cache.components import ComponentType, FullComponent
@@ -38,6 +40,7 @@ __all__ = [
     "InsertPhase",
     "InsertResult",
     "InsertWalkState",
+    "RadixKey",
     "UnifiedRadixCache",
     "UnifiedTreeCore",
     "UnifiedTreeNode",
@@ -157,10 +160,10 @@ _SURFACE: dict[str, tuple[str, ...]] = {
 }
 
 
-def surface_problems() -> list[str]:
-    """What of `_SURFACE` the installed SGLang lacks or has with other parameters."""
+def surface_problems(surface: Mapping[str, tuple[str, ...]] = _SURFACE) -> list[str]:
+    """What of `surface` the installed SGLang lacks or has with other parameters."""
     problems = []
-    for target, parameters in _SURFACE.items():
+    for target, parameters in surface.items():
         module, _, path = target.partition(":")
         try:
             found = importlib.import_module(module)

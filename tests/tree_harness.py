@@ -152,6 +152,12 @@ class Harness:
         ids = array("q", tokens)
         return Req(next(self._rids), "", ids, params, extra_key=extra_key, vocab_size=1 << 30)
 
+    def guess(self, *args: Any, **kwargs: Any) -> Any:
+        """A speculative request, let into the waiting queue."""
+        req = self.request(*args, speculative=True, **kwargs)
+        self.tree.speculations.start(req)
+        return req
+
     def admit(self, req: Any) -> None:
         """Match the request, load back what is on host and lock its prefix."""
         req.init_next_round_input(self.tree)
@@ -198,6 +204,7 @@ class Harness:
             end = min(end, start + tokens)
         self._extend(req, start, end)
         req.extend_end = end
+        self.tree.speculations.prefilling([req])
 
     def publish(self, req: Any) -> None:
         from sglang.srt.mem_cache.common import checkpoint_kv_cache

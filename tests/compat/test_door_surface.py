@@ -76,6 +76,7 @@ def run(program: str) -> str:
 START = """
 from types import SimpleNamespace
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.utils import TypeBasedDispatcher
 from rag_radix import door
 import sglang.srt.entrypoints.http_server as http_server
 door.install()
@@ -85,6 +86,7 @@ def paths():
     return [getattr(route, "path", None) for route in http_server.app.routes]
 def ready(backend):
     manager = SimpleNamespace(server_args=SimpleNamespace(radix_cache_backend=backend))
+    manager._result_dispatcher = TypeBasedDispatcher([])
     door._after_manager_ready(None, manager)
 """
 
@@ -96,7 +98,7 @@ def test_all_hooks_are_applied_once_the_knowledge_tree_is_selected() -> None:
 door.verify()
 ready("knowledge-tree")
 assert door.TARGETS.keys() == door._installed.keys()
-assert "/rag/stats" in paths()
+assert {"/rag/stats", "/rag/promote", "/rag/pool"} <= set(paths())
 """
     )
 

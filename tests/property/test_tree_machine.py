@@ -58,9 +58,10 @@ class Flight:
     spans: list[tuple[str, int, int]]
     extra_key: str | None
     counts: bool
-    speculative: bool
+    guess: bool
     phase: str = "waiting"  # or pinned, running, computed
     pins: list[Any] = field(default_factory=list)
+    published: int = 0
     inserted: int = 0
     counted_documents: int = 0
     is_counted: bool = False
@@ -80,6 +81,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.stack = ExitStack()
         self.flights: list[Flight] = []
         self.ended: list[list[int]] = []
+        self.answered: list[Flight] = []
         self.requests = 0
         self.retrievals: Counter[DocumentKey] = Counter()
         self.uses: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
@@ -180,8 +182,10 @@ class TreeMachine(RuleBasedStateMachine):
             speculative=kind == "speculative",
             extra_key=extra_key,
         )
-        speculative = kind == "speculative" and bool(spans)
-        self.flights.append(Flight(req, prompt, spans, extra_key, kind != "samples", speculative))
+        guess = kind == "speculative" and bool(spans)
+        if guess:
+            self.h.tree.speculations.start(req)
+        self.flights.append(Flight(req, prompt, spans, extra_key, kind != "samples", guess))
 
     def _pick(self, index: int, *phases: str) -> Flight | None:
         flights = [flight for flight in self.flights if flight.phase in phases]
@@ -301,12 +305,14 @@ class TreeMachine(RuleBasedStateMachine):
             if not flight.tokens_since_prefill and req.sampling_params.max_new_tokens:
                 req.output_ids.append(7_000)
             self.h.finish(req, aborted=aborted)
-            self._inserted(
-                flight, len(flight.prompt) + max(len(req.output_ids) - 1, 0), ended=not aborted
-            )
+            self._inserted(flight, len(flight.prompt) + max(len(req.output_ids) - 1, 0))
+            if flight.guess and not aborted:
+                self.answered.append(flight)
             self.ended = [[*flight.prompt, *req.output_ids], *self.ended][:8]
-        elif flight.phase in ("running", "computed"):
-            self.h.drop(req)
+        else:
+            self.h.tree.speculations.aborted(req)
+            if flight.phase in ("running", "computed"):
+                self.h.drop(req)
 
     @in_phase("running", "computed")
     @rule(index=st.integers(0, 3))
@@ -314,7 +320,26 @@ class TreeMachine(RuleBasedStateMachine):
         if flight := self._pick(index, "running", "computed"):
             self.h.drop(flight.req)
             flight.req.reset_for_retract()
-            flight.phase, flight.tokens_since_prefill = "waiting", 0
+            flight.phase, flight.tokens_since_prefill, flight.published = "waiting", 0, 0
+
+    @precondition(lambda self: any(flight.guess for flight in self.flights))
+    @rule(index=st.integers(0, 3))
+    def promote(self, index: int) -> None:
+        guesses = [flight for flight in self.flights if flight.guess]
+        flight = guesses[index % len(guesses)]
+        flight.guess = False
+        assert self.h.tree.speculations.promote(flight.req.rid) == "running"
+        if flight.published:
+            self._count(flight, flight.published)
+
+    @precondition(lambda self: self.answered)
+    @rule(index=st.integers(0, 7))
+    def promote_what_has_ended(self, index: int) -> None:
+        flight = self.answered.pop(index % len(self.answered))
+        flight.guess = False
+        for _ in range(2):
+            assert self.h.tree.speculations.promote(flight.req.rid) == "finished"
+        self._count(flight, flight.published, whole=True)
 
     @rule(names=st.lists(st.sampled_from(sorted(DOCUMENTS)), min_size=1, max_size=3))
     def serve_at_once(self, names: list[str]) -> None:
@@ -373,6 +398,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.uses.clear()
         self.occurrences.clear()
         self.read.clear()
+        for flight in self.answered:
+            flight.published = 0
         self.clocks = [0.0, 0.0]
         self.removed = False
         self.evicted_before = self.h.tree.component.device.evicted_nodes
@@ -382,18 +409,22 @@ class TreeMachine(RuleBasedStateMachine):
     def _floor(self, tokens: int) -> int:
         return tokens // self.page_size * self.page_size
 
-    def _inserted(self, flight: Flight, up_to: int, *, ended: bool = False) -> None:
+    def _inserted(self, flight: Flight, up_to: int) -> None:
         prompt, end = flight.prompt, self._floor(up_to)
         for name, first, last in flight.spans[: self.max_depth]:
             first, last = self._floor(first), self._floor(last)
             if first < last <= end:
                 place = (flight.extra_key, tuple(prompt[:last]))
                 self.occurrences.setdefault(place, set()).add((name, last - first))
-        if not flight.counts or (flight.speculative and not ended):
-            return
+        flight.published = end
+        if flight.counts and not flight.guess:
+            self._count(flight, end)
+
+    def _count(self, flight: Flight, end: int, *, whole: bool = False) -> None:
+        prompt = flight.prompt
         self.requests += not flight.is_counted
         flight.is_counted = True
-        whole = end >= self._floor(len(prompt))
+        whole = whole or end >= self._floor(len(prompt))
         for name, first, last in flight.spans[flight.counted_documents :]:
             if not whole and self._floor(first) >= end:
                 break
@@ -424,6 +455,7 @@ class TreeMachine(RuleBasedStateMachine):
     def _check_counts(self) -> None:
         tree = self.h.tree
         assert tree.counters.requests == self.requests
+        assert sum(flight.guess for flight in self.flights) <= len(tree.speculations.in_flight)
         assert dict(tree.document_frequencies._counts) == dict(self.retrievals)
         state = orjson.loads(orjson.dumps(tree.report()))
         assert state["known_documents"] == len(self.retrievals)
@@ -490,6 +522,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def check_idle(self) -> None:
         if not self.flights:
+            assert not self.h.tree.speculations.in_flight
             assert self.h.tree.protected_size() == 0
             for node in self.h.nodes():
                 data = node.component_data[FULL]

@@ -163,7 +163,7 @@ def test_a_retracted_request_is_counted_once_and_still_gets_its_documents_named(
         h.finish(req)
         h.check()
         assert {"a", "b"} <= set(h.ends())
-        assert h.tree.document_frequencies.record(req.rag_retrieval.document_key(0, req)) == 2
+        assert h.tree.document_frequencies.record(req.rag_retrieval.document_key(0)) == 2
         assert h.tree.counters.requests == 2
 
 
@@ -222,16 +222,6 @@ def test_a_document_within_a_page_is_a_hit_only_when_its_page_was():
         assert h.tree.counters.device_hit_documents == 1
 
 
-def test_parallel_samples_of_a_speculation_are_one_retrieval():
-    with harness(device_tokens=1000) as h:
-        tokens, spans = prompt("a")
-        h.serve(tokens, spans, n=3, max_new_tokens=0, output=(), speculative=True)
-        for _ in range(3):
-            h.serve(tokens, spans, n=3, speculative=True)
-        assert frequencies(h, "a") == [1]
-        assert h.tree.counters.requests == 1
-
-
 def test_parallel_samples_are_one_retrieval():
     with harness(device_tokens=1000) as h:
         tokens, spans = prompt("a")
@@ -240,28 +230,6 @@ def test_parallel_samples_are_one_retrieval():
             h.serve(tokens, spans, n=3)
         assert frequencies(h, "a") == [1]
         assert h.tree.counters.requests == 1
-
-
-def test_a_speculation_counts_when_it_has_become_the_answer():
-    with harness(device_tokens=1000) as h:
-        tokens, spans = prompt("a")
-        kept = h.request(tokens, spans, speculative=True)
-        h.admit(kept)
-        h.compute(kept)
-        h.publish(kept)
-        assert frequencies(h, "a") == [0]
-        h.decode(kept, 1)
-        h.finish(kept)
-        assert frequencies(h, "a") == [1]
-        cancelled = h.request(tokens, spans, speculative=True)
-        h.admit(cancelled)
-        h.compute(cancelled)
-        h.publish(cancelled)
-        h.decode(cancelled, 1)
-        h.finish(cancelled, aborted=True)
-        assert frequencies(h, "a") == [1]
-        assert h.tree.counters.requests == 1
-        h.check()
 
 
 def test_a_document_read_only_by_a_speculation_gets_a_cost_when_it_is_used():

@@ -1,0 +1,148 @@
+"""Speculative requests step aside: what SGLang's scheduler lets in, and what it ends.
+
+A speculation comes into the waiting queue only while fewer than `max_prefill_bs` requests wait.
+It is ended once it is in the way of a request that is none: when that one waits for a chunked
+prefill to go on, for a row or for tokens that speculations hold, or for a place in a queue of
+limited length. What it has computed stays in the tree.
+
+These are hooks on the scheduler's methods, so all of it is decided from what all tensor-parallel
+ranks share.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from itertools import takewhile
+from typing import Any
+
+from rag_radix.retrieval import Retrieval
+from rag_radix.speculation import Speculation, Speculations
+
+REFUSED = "speculation refused"
+ENDED = "speculation ended"
+
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+_ENDED_MESSAGE = f"{ENDED}: requests that are no speculations wait"
+
+
+def abort_on_queued_limit(original: Any, scheduler: Any, req: Any) -> bool:
+    """Around `Scheduler._abort_on_queued_limit`: True when `req` may not come in."""
+    speculations: Speculations = scheduler.tree_cache.speculations
+    # A request with an error only comes in to be answered with it.
+    if req.to_finish is not None or speculations.is_known(req):
+        return bool(original(scheduler, req))
+    if not speculations.is_guess(req):
+        _make_place(scheduler, speculations)
+        return bool(original(scheduler, req))
+    waiting, limit = len(scheduler.waiting_queue), scheduler.tree_cache.settings.max_prefill_bs
+    if waiting >= limit:
+        speculations.counters.refused += 1
+        _send_abort(scheduler, req, f"{REFUSED}: {waiting} requests wait, the limit is {limit}")
+        return True
+    if original(scheduler, req):
+        return True
+    speculations.start(req)
+    return False
+
+
+def _make_place(scheduler: Any, speculations: Speculations) -> None:
+    """With SGLang's queue at its limit, end the youngest guess in it."""
+    queue, limit = scheduler.waiting_queue, scheduler.max_queued_requests
+    if limit is None or len(queue) < limit:
+        return
+    for speculation in reversed(speculations.in_flight.values()):
+        if speculation.retrieval.speculative and speculation.req in queue:
+            queue.remove(speculation.req)
+            _note_ended(speculation, speculations)
+            scheduler._release_aborted_request(speculation.req)
+            scheduler.beam_coordinator.retire_group(speculation.req)
+            _send_abort(scheduler, speculation.req, _ENDED_MESSAGE)
+            return
+
+
+def before_pending_chunked_abort(scheduler: Any) -> None:
+    """Before `Scheduler.process_pending_chunked_abort`, the first step of a pass: end a guess
+    in the middle of its prefill, and keep the chunk that it has just computed."""
+    req, speculations = scheduler.chunked_req, scheduler.tree_cache.speculations
+    if req is None or not speculations.is_guess(req):
+        return
+    if scheduler._pending_chunked_abort_req is None:
+        speculation = speculations.in_flight.get(req.rid)
+        if speculation is not None and _is_waited_for(scheduler, speculation):
+            _end(scheduler, speculation, speculations)
+    if scheduler._pending_chunked_abort_req is req and req.extend_end > req.prefix_len:
+        scheduler.stash_chunked_request(req)
+
+
+def _is_waited_for(scheduler: Any, speculation: Speculation) -> bool:
+    """Whether a request waits that isn't better off when `speculation` goes on."""
+    speculations: Speculations = scheduler.tree_cache.speculations
+    return any(
+        not speculations.is_guess(req)
+        and not _computes_for(speculation, req, speculations.retrieval(req))
+        for req in scheduler.waiting_queue
+    )
+
+
+def _computes_for(speculation: Speculation, req: Any, wanted: Retrieval) -> bool:
+    """Whether `speculation` is computing documents that `req` begins with."""
+    computing = speculation.retrieval
+    keys = zip(computing.path_keys(speculation.req), wanted.path_keys(req), strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], keys))
+    return shared > 0 and computing.kept_documents[shared - 1].end > computing.inserted_end
+
+
+def after_new_batch_prefill(plan: Any, scheduler: Any) -> None:
+    """After `Scheduler.get_new_batch_prefill`: end the guesses that hold what requests which
+    still wait would need; as many as these are for rows, all of them for tokens."""
+    speculations: Speculations = scheduler.tree_cache.speculations
+    if not speculations.in_flight:
+        return
+    batch = plan.batch_to_run
+    if batch is not None:
+        decoding = set(batch.decoding_reqs or ())
+        speculations.prefilling(req for req in batch.reqs if req not in decoding)
+    running = plan.running_batch
+    if running.batch_is_full:
+        waiting = sum(not speculations.is_guess(req) for req in scheduler.waiting_queue)
+        if waiting:
+            size = len(running.reqs) + (0 if batch is None else len(batch.reqs))
+            rows = scheduler.get_num_allocatable_reqs(size, running_batch=running)
+            _end_running(scheduler, speculations, at_most=waiting if rows <= 0 else None)
+
+
+def _end_running(scheduler: Any, speculations: Speculations, *, at_most: int | None) -> None:
+    """End guesses, youngest first; those that are about to leave already count."""
+    for guess in speculations.guesses_running()[:at_most]:
+        if not guess.ended:
+            _end(scheduler, guess, speculations)
+
+
+def _end(scheduler: Any, speculation: Speculation, speculations: Speculations) -> None:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req = speculation.req
+    if req.finished() or req.to_finish is not None:
+        return
+    reason = FINISH_ABORT(_ENDED_MESSAGE, _UNAVAILABLE)
+    if req is not scheduler.chunked_req:
+        req.to_finish = reason
+    elif scheduler._pending_chunked_abort_req is None:
+        req.discard_output_reason = reason
+        scheduler._pending_chunked_abort_req = req
+    else:
+        return
+    _note_ended(speculation, speculations)
+
+
+def _note_ended(speculation: Speculation, speculations: Speculations) -> None:
+    speculation.ended = True
+    speculations.counters.ended += 1
+
+
+def _send_abort(scheduler: Any, req: Any, message: str) -> None:
+    from sglang.srt.managers.scheduler import _make_abort_req
+
+    reason = {"type": "abort", "status_code": _UNAVAILABLE, "message": message}
+    scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
+    req.time_stats.trace_ctx.abort(abort_info={"reason": message})
