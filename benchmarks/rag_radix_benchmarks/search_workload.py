@@ -31,26 +31,39 @@ class Workload(NamedTuple):
 
 
 def make_workload(count: int, queries: int, dimensions: int, seed: int) -> Workload:
+    """How many questions there are changes neither the vectors nor the first questions."""
     rng = np.random.default_rng(seed)
-    spectrum = np.arange(1, dimensions + 1, dtype=np.float32) ** -_SPECTRUM_EXPONENT
     topics = rng.standard_normal((_TOPICS, dimensions), dtype=np.float32)
-    rows = np.empty((count + queries, dimensions), dtype=np.float32)
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
+    for_vectors, for_queries = rng.spawn(2)
+    return Workload(_around(topics, count, for_vectors), _around(topics, queries, for_queries))
+
+
+def _around(topics: Vectors, count: int, rng: np.random.Generator) -> Vectors:
+    dimensions = topics.shape[1]
+    spectrum = np.arange(1, dimensions + 1, dtype=np.float32) ** -_SPECTRUM_EXPONENT
+    rows = np.empty((count, dimensions), dtype=np.float32)
+    own = rng.integers(len(topics), size=count)
+    for start in range(0, count, _ROWS_AT_ONCE):
         part = rows[start : start + _ROWS_AT_ONCE]
         part[:] = rng.standard_normal(part.shape, dtype=np.float32) * _WITHIN_TOPIC
-        part += topics[rng.integers(_TOPICS, size=len(part))]
+        part += topics[own[start : start + _ROWS_AT_ONCE]]
         part *= spectrum
         part /= np.linalg.norm(part, axis=1, keepdims=True)
-    return Workload(rows[:count], rows[count:])
+    return rows
 
 
 def load_or_build(kind: str, workload: Workload, directory: Path, seed: int) -> Any:
-    """The index of a kind, `ivf` or `hnsw`; built and written the first time, which takes minutes.
+    """The index of a kind, such as `ivf`; built and kept the first time, which takes minutes.
 
     Built by one thread, so that the graph is the same each time.
     """
     count, dimensions = workload.vectors.shape
-    recipe = {"ivf": f"IVF{round(4 * count**0.5)},Flat", "hnsw": f"HNSW{_HNSW_LINKS},Flat"}[kind]
+    recipe = {
+        "ivf": f"IVF{round(4 * count**0.5)},Flat",
+        "hnsw": f"HNSW{_HNSW_LINKS},Flat",
+        "ivf-sq8": f"IVF{round(4 * count**0.5)},SQ8",
+        "hnsw-sq8": f"HNSW{_HNSW_LINKS},SQ8",
+    }[kind]
     path = directory / f"{recipe.replace(',', '-')}-{count}x{dimensions}-seed{seed}.faiss"
     if path.exists():
         return faiss.read_index(str(path))
