@@ -16,6 +16,7 @@ from rag_radix.report import report
 from rag_radix.retrieval import Retrieval
 from rag_radix.settings import TreeSettings
 from rag_radix.sglang_compat import (
+    CacheOperation,
     ComponentType,
     FreeComponentDeviceSlot,
     UnifiedRadixCache,
@@ -330,6 +331,16 @@ class KnowledgeTree(UnifiedRadixCache):
             self._foresee()
         _, available = (available_size_targets or {}).get(_FULL, (_FULL, None))
         self.swap_out.make_room(tracker, request_by_type[_FULL], available)
+
+    def _execute_kv_backup(
+        self, node_id: int, device_value: Any, comp_xfers: Any, sidecar_xfers: Any
+    ) -> Any:
+        """SGLang's, which only queues the copy, with slots that have just become free."""
+        slots = self.swap_out.host_slots.take(len(device_value))
+        if slots is None:
+            return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+        self.cache_controller.write_queue.append(CacheOperation(slots, device_value, node_id))
+        return slots
 
     def _foresee(self) -> None:
         """Note which paths the waiting requests are going to use."""

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from sglang.srt.managers.cache_controller import CacheOperation
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
 from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV, FreeComponentDeviceSlot
@@ -33,10 +35,12 @@ from rag_radix.errors import IncompatibleSGLangError
 __all__ = [
     "SGLANG_VERSION",
     "BackupKV",
+    "CacheOperation",
     "ComponentType",
     "DriveHostEvictionResult",
     "FreeComponentDeviceSlot",
     "FullComponent",
+    "HostKVCache",
     "InsertPhase",
     "InsertResult",
     "InsertWalkState",
@@ -86,6 +90,13 @@ _SURFACE: dict[str, tuple[str, ...]] = {
                 "allocation_reclaim_satisfied",
             ),
             "_execute_and_commit_kv_backup": ("self", "action", "write_back"),
+            "_execute_kv_backup": (
+                "self",
+                "node_id",
+                "device_value",
+                "comp_xfers",
+                "sidecar_xfers",
+            ),
             "writing_check": ("self", "write_back", "finish_count"),
         }.items()
     },

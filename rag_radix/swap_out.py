@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rag_radix.component import HostVictims
+from rag_radix.host_slots import HostSlots
 from rag_radix.sglang_compat import BackupKV, ComponentType, DriveHostEvictionResult
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ class SwapOut:
         self._tree = tree
         self._leaving: list[Any] = []  # device slots that a copy still reads
         self._leaving_tokens = 0
-
-    @property
-    def _host_pool(self) -> Any:
-        return self._tree.cache_controller.mem_pool_host
+        self.host_slots = HostSlots(tree)
 
     def make_room(self, tracker: dict[Any, int], tokens: int, available: int | None) -> None:
         """Evict device leaves, lowest priority first, until `available` slots are free or, if
@@ -46,6 +44,7 @@ class SwapOut:
                 self._tree.wait_for_copies()
                 self._evict_leaves(tracker, *wanted)
         finally:
+            self.host_slots.give_back()
             self._settle()
 
     def _evict_leaves(self, tracker: dict[Any, int], tokens: int, available: int | None) -> None:
@@ -96,13 +95,16 @@ class SwapOut:
     def copy_ahead(self, path: list[DocumentNode]) -> None:
         """Begin to copy the documents of `path` that have no host copy, parents first, and of
         the tails those that were used again."""
-        for node in path:
-            if node.backuped or (node.is_tail and not node.matched):
-                continue
-            limit = _AHEAD_SHARE * self._tree.token_to_kv_pool_allocator.size
-            if self._tokens_in_flight() + len(node.key) > limit:
-                return
-            self._copy(node, ahead=True)
+        limit = _AHEAD_SHARE * self._tree.token_to_kv_pool_allocator.size
+        try:
+            for node in path:
+                if node.backuped or (node.is_tail and not node.matched):
+                    continue
+                if self._tokens_in_flight() + len(node.key) > limit:
+                    return
+                self._copy(node, ahead=True)
+        finally:
+            self.host_slots.give_back()
 
     def _locks(self) -> bool:
         """Whether copies that were begun ahead of eviction lock what they read."""
@@ -121,9 +123,9 @@ class SwapOut:
         """Begin to copy `node`; False when it isn't worth it or there is no room."""
         tree, component = self._tree, self._tree.component
         tokens = len(node.key)
-        if tokens > self._host_pool.logical_size:
+        if tokens > self.host_slots.capacity_tokens:
             return False
-        missing = tokens - self._host_pool.available_size()
+        missing = tokens - self.host_slots.available_tokens
         victims = component.choose_host_victims(missing) if missing > 0 else HostVictims()
         if victims is None:
             return False
@@ -139,6 +141,7 @@ class SwapOut:
         if missing > 0:
             result = DriveHostEvictionResult()
             component.evict_victims(victims, missing, result)
+            self.host_slots.keep(result.host_frees)
             tree._apply_eviction_result(result)
         action = BackupKV(node_ids=[node.id])
         return bool(tree._execute_and_commit_kv_backup(action, write_back=not ahead))
