@@ -41,12 +41,9 @@ class KnowledgeComponent(FullComponent):
         self.duplicates = DuplicateTier(
             TierName.DUPLICATE, policy, lambda n: self.tree_core.is_reclaimable(n)
         )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        if self.policy.reclaims_duplicates:
-            return self.device, self.host, self.duplicates
-        return self.device, self.host
+        self.tiers: tuple[Tier, ...] = (self.device, self.host)
+        if policy.reclaims_duplicates:
+            self.tiers += (self.duplicates,)
 
     def reset_tiers(self, now: int) -> None:
         for tier in self.tiers:
@@ -54,7 +51,8 @@ class KnowledgeComponent(FullComponent):
 
     def reclaimable_value_len(self, node: Any) -> int:
         # SGLang asks the tensor, which costs ten times as much, at each lock and unlock.
-        return len(node.key) if node.component_data[ComponentType.FULL].value is not None else 0
+        on_device = node.component_data[ComponentType.FULL].value is not None
+        return len(node.key.token_ids) if on_device else 0
 
     def redistribute_on_node_split(self, new_parent: Any, child: Any) -> None:
         super().redistribute_on_node_split(new_parent, child)

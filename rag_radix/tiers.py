@@ -12,7 +12,7 @@ from rag_radix.policies.base import Clock, Rank, ReplacementPolicy, TierName
 if TYPE_CHECKING:
     from rag_radix.tree_core import DocumentNode
 
-_STALE_ENTRIES_KEPT = 1024
+_STALE_ENTRIES_KEPT = 128
 
 _Entry = tuple[float, int, "DocumentNode"]
 

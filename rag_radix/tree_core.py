@@ -251,8 +251,17 @@ class KnowledgeTreeCore(UnifiedTreeCore):
             node.on_device = on_device
             node.parent.device_children += 1 if on_device else -1
             self.observer.node_changed(node)
-        super()._update_evictable_leaf_sets(node)
-        self.offer(node)
+        for is_leaf, leaves, tier in (
+            (self._is_device_leaf(node), self.evictable_device_leaves, self._component.device),
+            (self._is_host_leaf(node), self.evictable_host_leaves, self._component.host),
+        ):
+            if is_leaf:
+                leaves.add(node)
+                tier.offer(node)
+            else:
+                leaves.discard(node)
+        if self._reclaims_duplicates and self._can_reclaim_full_host_duplicate(node):
+            self._component.duplicates.offer(node)
 
     def _remove_leaf_from_parent(self, node: DocumentNode) -> None:
         super()._remove_leaf_from_parent(node)

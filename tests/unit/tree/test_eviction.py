@@ -209,7 +209,7 @@ def test_the_heap_stays_in_proportion_to_the_leaves():
                 node.statistics.frequency += 1
                 h.tree.tree_core.rank(node)
         leaves = len(h.tree.tree_core.evictable_device_leaves)
-        assert len(h.tree.component.device._heap) <= 1024 + 2 * leaves + 2
+        assert len(h.tree.component.device._heap) <= 128 + 2 * leaves + 2
         question = next(iter(h.tree.tree_core.evictable_device_leaves))
         question.statistics.frequency += 1
         question.statistics.add_cost(1.0, 1)
