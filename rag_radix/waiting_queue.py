@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from rag_radix.cached_prefix import CachedPrefix, PrefixTracker
 from rag_radix.reordering import ServingOrder, Waiting, reuse_score
@@ -90,6 +91,7 @@ class WaitingQueue:
         self._computing: set[bytes] = set()
         self._last_free = -1
 
+    @rank_consensus(same_results=["[req.rid for req in result]"])  # type: ignore[untyped-decorator]
     def arrange(self, reqs: Sequence[Any], in_flight: Iterable[Any] = ()) -> list[Any]:
         """SGLang's requests `reqs`, newest last, in the order in which they are to be served,
         while those `in_flight` are being prefilled."""

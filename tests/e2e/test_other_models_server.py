@@ -25,7 +25,7 @@ def assert_cached_answers_equal_cold_ones(server):
     # Else the model would say the same whatever it reads, and the rest could not fail.
     assert len(set(cold)) > 20
     server.flush_cache()
-    for concurrency in (1, 4, 1):
+    for concurrency in (1, 4, 30, 1):
         answers = ask_all(server, prompts, concurrency=concurrency)
         assert [answer.tokens for answer in answers] == cold
     report = assert_intact(server)

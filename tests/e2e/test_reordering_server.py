@@ -1,0 +1,158 @@
+"""Bursts beyond what a server takes at once: right answers, in the order of reuse."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from e2e.cpu_server import Server, running_server
+from e2e.exactness import Prompt, ask, ask_all, assert_intact, make_prompts, stats, stream
+from e2e.tiny_model import make_tiny_llama
+
+pytestmark = pytest.mark.server
+
+RUNNING = 4
+CHUNK_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--radix-cache-backend", "knowledge-tree", "--enable-hierarchical-cache"]
+    flags += ["--max-total-tokens", "4096", "--hicache-ratio", "2", "--dtype", "float32"]
+    flags += ["--max-running-requests", str(RUNNING), "--chunked-prefill-size", str(CHUNK_TOKENS)]
+    with running_server(make_tiny_llama(tmp_path_factory.mktemp("model")), *flags) as running:
+        yield running
+
+
+def prompt(*documents: int, question: int = 0, tokens: int = 300) -> Prompt:
+    """Documents by number, each of `tokens` of its own."""
+    ids, spans = list(range(100, 130)), []
+    for number in documents:
+        spans.append((str(number), len(ids), len(ids) + tokens))
+        ids += [1_000 + (number * 977 + position * 31) % 40_000 for position in range(tokens)]
+    ids += [300 + question, 400, 500 + question]
+    return Prompt(tuple(ids), tuple(spans))
+
+
+def cold(server: Server, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """What each is answered when nothing is cached."""
+    answers = []
+    for each in prompts:
+        server.flush_cache()
+        answers.append(ask(server, each).tokens)
+    server.flush_cache()
+    return answers
+
+
+def test_the_log_says_that_the_queue_is_reordered(server):
+    (line,) = [line for line in server.log().splitlines() if "Waiting queue:" in line]
+    assert "most reused by computed first, overtaken 32 times at most" in line
+
+
+def test_a_burst_beyond_capacity_is_answered_right(server):
+    prompts = make_prompts(40, page_size=16, chunk_tokens=CHUNK_TOKENS)
+    expected = cold(server, prompts)
+    before = stats(server)["queue"]
+    answers = ask_all(server, prompts, concurrency=40)
+    assert [answer.tokens for answer in answers] == expected
+    queue = assert_intact(server)["queue"]
+    assert queue["order"] == "reuse"
+    assert queue["passes"] > before["passes"]
+    assert 0 < queue["most_overtakings"] <= queue["window"] == 32
+
+
+@contextmanager
+def all_running(server: Server, output_tokens: int = 600) -> Iterator[None]:
+    """While within, as many requests run as may, until they have their output."""
+
+    def run(number: int) -> None:
+        body = prompt(number, tokens=8).body(output_tokens)
+        for _ in stream(server, body):
+            begun.release()
+
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(RUNNING) as pool:
+        blockers = [pool.submit(run, 90 + number) for number in range(RUNNING)]
+        for _ in blockers:
+            assert begun.acquire(timeout=60)
+        yield
+    for blocker in blockers:
+        blocker.result()
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_queue(server: Server, length: int) -> None:
+    wait_until(lambda: server.get("/rag/pool")["waiting"] == length)
+
+
+def test_the_warm_half_of_a_burst_is_served_before_the_cold_half(server):
+    warm = [prompt(9, question=question) for question in range(RUNNING)]
+    burst = [prompt(20 + number) for number in range(RUNNING)] + warm
+    expected = cold(server, burst)
+    ask(server, prompt(9, question=RUNNING))
+    finished: list[int] = []
+
+    def run(index: int) -> tuple[int, ...]:
+        answer = ask(server, burst[index])
+        finished.append(index)
+        return answer.tokens
+
+    with ThreadPoolExecutor(len(burst)) as pool:
+        with all_running(server):
+            answers = []
+            for index in range(len(burst)):
+                answers.append(pool.submit(run, index))
+                wait_for_queue(server, index + 1)
+        assert [answer.result() for answer in answers] == expected
+    assert set(finished[:RUNNING]) == set(range(RUNNING, 2 * RUNNING))
+
+
+@pytest.mark.parametrize("tokens", [60, 300], ids=["in one pass", "in chunks"])
+def test_requests_that_share_a_cold_document_compute_it_once(server, tokens):
+    burst = [prompt(40, question=question, tokens=tokens) for question in range(RUNNING)]
+    expected = cold(server, burst)
+    answers = ask_all(server, burst, concurrency=RUNNING)
+    assert [answer.tokens for answer in answers] == expected
+    _, _, document_end = burst[0].documents[0]
+    hits = sorted(answer.device_hit for answer in answers)
+    assert hits == [0, *[document_end] * (RUNNING - 1)]
+
+
+def test_requests_that_share_a_cold_document_in_one_batch_compute_it_once(server):
+    burst = [prompt(50, question=question, tokens=60) for question in range(2 * RUNNING)]
+    expected = cold(server, burst)
+    bodies = [each.body() for each in burst]
+    with all_running(server, output_tokens=100):
+        replies = server.generate(
+            input_ids=[body["input_ids"] for body in bodies],
+            sampling_params=[body["sampling_params"] for body in bodies],
+        )
+    assert [tuple(reply["output_ids"]) for reply in replies] == expected
+    _, _, document_end = burst[0].documents[0]
+    hits = sorted(reply["meta_info"]["cached_tokens"] for reply in replies)
+    assert hits[1:] == [document_end] * (2 * RUNNING - 1)
+
+
+def test_who_waits_for_a_document_gets_on_when_the_one_that_computes_it_is_aborted(server):
+    burst = [prompt(60, question=question, tokens=3_600) for question in range(RUNNING)]
+    expected = cold(server, burst)
+    aborted = "f" * 32
+    with ThreadPoolExecutor(RUNNING) as pool:
+        first = pool.submit(server.generate, **burst[0].body(rid=aborted))
+        wait_until(lambda: stats(server)["device"]["locked_tokens"] > 0)
+        held = [pool.submit(ask, server, each) for each in burst[1:]]
+        wait_for_queue(server, len(held))
+        server.post("/abort_request", {"rid": aborted})
+        assert [answer.result().tokens for answer in held] == expected[1:]
+    assert first.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert_intact(server)
