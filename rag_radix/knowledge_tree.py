@@ -18,7 +18,6 @@ from rag_radix.settings import TreeSettings
 from rag_radix.sglang_compat import (
     CacheOperation,
     ComponentType,
-    FreeComponentDeviceSlot,
     UnifiedRadixCache,
     time_counter,
 )
@@ -324,13 +323,13 @@ class KnowledgeTree(UnifiedRadixCache):
     ) -> None:
         """In place of SGLang's walk, whose victims would wait for their copies one by one.
 
-        It is given a condition of its own only where tiers share their memory, by models that
-        are refused at start-up.
+        What it gives beside `request_by_type` says the same for a single tier: by how much the
+        allocator is to grow. A condition of its own it has only where tiers share their memory,
+        for models that are refused at start-up.
         """
         if self.settings.policy.uses_history:
             self._foresee()
-        _, available = (available_size_targets or {}).get(_FULL, (_FULL, None))
-        self.swap_out.make_room(tracker, request_by_type[_FULL], available)
+        self.swap_out.make_room(tracker, request_by_type[_FULL])
 
     def _execute_kv_backup(
         self, node_id: int, device_value: Any, comp_xfers: Any, sidecar_xfers: Any
@@ -358,6 +357,3 @@ class KnowledgeTree(UnifiedRadixCache):
     def wait_for_copies(self) -> None:
         """Submit the copies to host that were begun and wait until all in flight are done."""
         super().writing_check(write_back=True)
-
-    def free_device_slots(self, slots: list[Any]) -> None:
-        self._apply_cache_action(FreeComponentDeviceSlot(slots, component_type=_FULL))

@@ -78,7 +78,6 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "on_release": ("self", "req", "checkpointed"),
             "sanity_check": ("self",),
             "_reset_full": ("self",),
-            "_evict_device_leaf": ("self", "node_id", "tracker"),
             "_apply_eviction_result": ("self", "result"),
             "_accumulate_tracker": ("self", "tracker", "delta"),
             "_apply_cache_action": ("self", "action"),

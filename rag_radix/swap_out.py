@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rag_radix.component import HostVictims
 from rag_radix.host_slots import HostSlots
-from rag_radix.sglang_compat import BackupKV, ComponentType, DriveHostEvictionResult
+from rag_radix.sglang_compat import (
+    BackupKV,
+    ComponentType,
+    DriveHostEvictionResult,
+    FreeComponentDeviceSlot,
+)
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
@@ -20,77 +27,68 @@ _AHEAD_SHARE = 0.25
 class SwapOut:
     """Makes room on the device, and copies to host at eviction or ahead of it.
 
-    A victim leaves the device tier at once and its copy only begins; its slots are given
-    back when the walk has found all victims and their copies, submitted as one, are done.
+    A victim leaves the device tier at once and its copy only begins; the slots of all victims
+    are given back when the walk has found them and their copies, submitted as one, are done.
     """
 
     def __init__(self, tree: KnowledgeTree) -> None:
         self._tree = tree
-        self._leaving: list[Any] = []  # device slots that a copy still reads
-        self._leaving_tokens = 0
+        self._leaving: list[torch.Tensor] = []  # device slots that a copy may still read
+        self._copies = 0  # begun in this walk
         self.host_slots = HostSlots(tree)
 
-    def make_room(self, tracker: dict[Any, int], tokens: int, available: int | None) -> None:
-        """Evict device leaves, lowest priority first, until `available` slots are free or, if
-        that is None, until `tokens` have left; until there is no more, if that isn't enough.
+    def make_room(self, evicted: dict[Any, int], tokens: int) -> None:
+        """Evict device leaves, lowest priority first, until `tokens` have left the device or
+        there is none that can.
 
         Args:
-            tracker: By component, the tokens that have left; added to.
+            evicted: SGLang's count by component, added to.
         """
-        wanted = (tokens, available)
         try:
-            self._evict_leaves(tracker, *wanted)
-            if self._locks() and not self._is_enough(tracker, *wanted):
+            self._evict_leaves(evicted, tokens)
+            if evicted[_FULL] < tokens and self._locks():
                 self._tree.wait_for_copies()
-                self._evict_leaves(tracker, *wanted)
+                self._evict_leaves(evicted, tokens)
         finally:
             self.host_slots.give_back()
             self._settle()
 
-    def _evict_leaves(self, tracker: dict[Any, int], tokens: int, available: int | None) -> None:
+    def _evict_leaves(self, evicted: dict[Any, int], tokens: int) -> None:
         tree, device = self._tree, self._tree.component.device
         declined = []
-        while not self._is_enough(tracker, tokens, available):
-            if (node := device.pop()) is None:
-                break
-            if tree.is_write_back and not node.backuped:
-                self._evict(node, tracker)
-            else:
-                tree._evict_device_leaf(node.id, tracker)
-            if node.evicted or not tree.tree_core.is_registered(node):
+        while evicted[_FULL] < tokens and (node := device.pop()) is not None:
+            result = self._evict(node)
+            self._leaving += result.device_frees.pop(_FULL, ())
+            tree._apply_eviction_result(result)
+            if result.tracker:
+                evicted[_FULL] += result.tracker[_FULL]
                 device.record_eviction(node)
             else:
                 declined.append(node)
         # Not before, or a walk that can't free them would never end.
         for node in declined:
-            tree.tree_core.offer(node)
+            device.offer(node)
 
-    def _is_enough(self, tracker: dict[Any, int], tokens: int, available: int | None) -> bool:
-        if available is None:
-            return tracker[_FULL] >= tokens
-        free: int = self._tree.token_to_kv_pool_allocator.available_size()
-        return free + self._leaving_tokens >= available
+    def _evict(self, node: DocumentNode) -> Any:
+        """Let `node`, a device leaf, leave the device: kept on host if it is there or if the
+        copy is worth it and there is room, dropped with what hangs below it otherwise. It stays
+        when something below is in use.
 
-    def _evict(self, node: DocumentNode, tracker: dict[Any, int]) -> None:
-        """Let `node`, a device leaf without a host copy, leave the device: copied when it is
-        worth it and there is room, dropped with what hangs below it otherwise. It stays when
-        something below is in use."""
+        Returns: What is free then, as SGLang's result.
+        """
         tree = self._tree
-        if node.is_tail and not node.matched:
-            tokens = len(node.key)
-            if self._drop(node, tracker):
-                tree.counters.dropped_tail_nodes += 1
-                tree.counters.dropped_tail_tokens += tokens
-        elif self._copy(node, ahead=False):
-            result = tree.tree_core.demote(node.id)
-            for slots in result.device_frees.values():
-                self._leaving += slots
-            self._leaving_tokens += len(node.key)
-            result.device_frees.clear()
-            tree._apply_eviction_result(result)
-            tree._accumulate_tracker(tracker, result.tracker)
-        else:
-            self._drop(node, tracker)
+        is_unused_tail = node.is_tail and not node.matched
+        if node.backuped or (
+            tree.is_write_back and not is_unused_tail and self._copy(node, ahead=False)
+        ):
+            return tree.tree_core.demote(node.id)
+        if node.children and self._copies:
+            self._settle()  # a node below that is just being copied couldn't be dropped
+        result = tree.tree_core.drop_subtree_no_host(node.id)
+        if result.is_dropped and is_unused_tail:
+            tree.counters.dropped_tail_nodes += 1
+            tree.counters.dropped_tail_tokens += len(node.key)
+        return result
 
     def copy_ahead(self, path: list[DocumentNode]) -> None:
         """Begin to copy the documents of `path` that have no host copy, parents first, and of
@@ -144,23 +142,19 @@ class SwapOut:
             self.host_slots.keep(result.host_frees)
             tree._apply_eviction_result(result)
         action = BackupKV(node_ids=[node.id])
-        return bool(tree._execute_and_commit_kv_backup(action, write_back=not ahead))
-
-    def _drop(self, node: DocumentNode, tracker: dict[Any, int]) -> bool:
-        tree = self._tree
-        if node.children:
-            self._settle()  # a node below that is just being copied couldn't be dropped
-        result = tree.tree_core.drop_subtree_no_host(node.id)
-        tree._apply_eviction_result(result)
-        tree._accumulate_tracker(tracker, result.tracker)
-        return bool(result.is_dropped)
+        tree._execute_and_commit_kv_backup(action, write_back=not ahead)
+        self._copies += not ahead
+        return bool(node.backuped)
 
     def _settle(self) -> None:
-        """Wait for the copies of this walk and give the slots they read back."""
-        if self._leaving:
+        """Wait for the copies of this walk and give the slots of its victims back."""
+        if self._copies:
             self._tree.wait_for_copies()
-            slots, self._leaving, self._leaving_tokens = self._leaving, [], 0
-            self._tree.free_device_slots(slots)
+        slots, self._leaving, self._copies = self._leaving, [], 0
+        if slots:
+            self._tree._apply_cache_action(
+                FreeComponentDeviceSlot([torch.cat(slots)], component_type=_FULL)
+            )
 
 
 def _subtree(node: DocumentNode) -> list[DocumentNode]:
