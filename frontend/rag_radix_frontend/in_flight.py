@@ -22,16 +22,16 @@ class _Requests:
 
     Attributes:
         rids: Those at the server now.
-        sent: All of them.
         ahead: The requests of its speculations.
         speculative: Requests are sent as speculations.
+        guesses: All that were sent as speculations.
         cancelled: No more are sent.
     """
 
     rids: set[str] = field(default_factory=set)
-    sent: list[str] = field(default_factory=list)
     ahead: weakref.WeakSet[_Requests] = field(default_factory=weakref.WeakSet)
     speculative: bool = False
+    guesses: list[str] = field(default_factory=list)
     cancelled: bool = False
 
 
@@ -69,7 +69,8 @@ class InFlight:
             if requests.cancelled:
                 raise RequestAborted("the program was cancelled")
             requests.rids.update(rids)
-            requests.sent += rids
+            if requests.speculative:
+                requests.guesses += rids
             ticket = Ticket(rids, requests.speculative)
         try:
             yield ticket
@@ -95,7 +96,7 @@ class InFlight:
         """Let all further requests of a speculation be ordinary ones; the ids of those before."""
         with self._changed:
             self._of[copy].speculative = False
-            return list(self._of[copy].sent)
+            return list(self._of[copy].guesses)
 
     def cancel(self, state: Any) -> None:
         """End a state's requests and those of its speculations; returns when they are gone."""

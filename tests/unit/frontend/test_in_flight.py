@@ -83,7 +83,7 @@ def test_many_are_discarded_by_one_thread_and_each_is_told_once() -> None:
     threads = []
     for state, server in zip(states, servers, strict=True):
         threads.append(request(in_flight, state, server))
-        by_rid[in_flight._of[state].sent[0]] = server
+        by_rid[next(iter(in_flight._of[state].rids))] = server
     for state in states:
         in_flight.discard(state)
     for thread in threads:

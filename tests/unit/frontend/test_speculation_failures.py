@@ -136,16 +136,18 @@ def test_a_kept_speculation_that_the_program_never_asks_for_is_ended(
     server: SpeculativeServer, backend: RagEndpoint
 ) -> None:
     server.hold = lambda request: True
+    cleared = threading.Event()
 
     @sgl.function
     def program(s: Any) -> None:
-        s += rag_retrieve(Scripted(GUESS, sent(server), GUESS), "q")
+        s += rag_retrieve(Scripted(GUESS, lambda: cleared.wait(WAIT_S), GUESS), "q")
         s += "text" + sgl.gen("answer")
         sent(server)()
         # Nothing in a program can take back what it has appended.
         with s.stream_executor.queue.mutex:
             s.stream_executor.queue.queue.clear()
             s.stream_executor.queue.unfinished_tasks = 1
+        cleared.set()
 
     program.run(backend=backend)
     eventually(lambda: server.requests and server.requests[0].end == "Aborted")

@@ -121,6 +121,22 @@ def test_a_choice_promoted_half_way_goes_on_as_an_ordinary_request(
     report_of(state, kept=1)
 
 
+def test_every_request_of_a_choice_is_marked_as_speculative(
+    server: SpeculativeServer, backend: RagEndpoint
+) -> None:
+    method = sgl.unconditional_likelihood_normalized
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += rag_retrieve(Scripted(GUESS, sent(server, 3), GUESS), "q")
+        s += sgl.select("kind", ["pets", "stars"], choices_method=method)
+
+    assert program.run(backend=backend)["kind"]
+    assert [r.speculative for r in server.requests] == [True] * 3
+    eventually(lambda: server.promotions)
+    assert server.promotions == [[rid for r in server.requests for rid in r.rids]]
+
+
 def test_another_question_than_the_one_asked_ahead_is_asked_anew(
     server: SpeculativeServer, backend: RagEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
