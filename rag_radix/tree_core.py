@@ -251,15 +251,18 @@ class KnowledgeTreeCore(UnifiedTreeCore):
             node.on_device = on_device
             node.parent.device_children += 1 if on_device else -1
             self.observer.node_changed(node)
-        for is_leaf, leaves, tier in (
-            (self._is_device_leaf(node), self.evictable_device_leaves, self._component.device),
-            (self._is_host_leaf(node), self.evictable_host_leaves, self._component.host),
-        ):
-            if is_leaf:
-                leaves.add(node)
-                tier.offer(node)
-            else:
-                leaves.discard(node)
+        device, host = self.evictable_device_leaves, self.evictable_host_leaves
+        if on_device:
+            host.discard(node)
+            is_leaf, leaves, tier = self._is_device_leaf(node), device, self._component.device
+        else:
+            device.discard(node)
+            is_leaf, leaves, tier = self._is_host_leaf(node), host, self._component.host
+        if is_leaf:
+            leaves.add(node)
+            tier.offer(node)
+        else:
+            leaves.discard(node)
         if self._reclaims_duplicates and self._can_reclaim_full_host_duplicate(node):
             self._component.duplicates.offer(node)
 
