@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     cost = prefill_cost(plan.setup.model_path, options.cost_table)
     store = TrialStore(None if options.out is None else options.out / "runs.jsonl")
     with Servers(plan.setup, plan.servers, logs=options.out) as servers:
-        experiment = Experiment(plan.setup, plan.workload, servers, store, options.seed)
+        experiment = Experiment(plan.setup, plan.arms, plan.workload, servers, store, options.seed)
         loads, capacity = _loads(plan, experiment)
         cells = _measure(plan, experiment, loads)
         throughputs = None

@@ -19,7 +19,7 @@ _Number = TypeVar("_Number", int, float)
 # What `--quick` has instead of the defaults; fits into 12 minutes on 2 cores with a model of
 # 135M parameters.
 FULL = {"loads": "0.5,0.8,0.95", "repeats": 5, "warm_up": 300, "requests": 200}
-QUICK = {"loads": "0.8", "repeats": 3, "warm_up": 60, "requests": 60}
+QUICK = {"loads": "0.8", "repeats": 3, "warm_up": 50, "requests": 50}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

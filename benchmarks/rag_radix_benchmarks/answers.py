@@ -18,7 +18,7 @@ class Agreement:
     """Answers of an arm beside those of the arm that it is compared with.
 
     Attributes:
-        compared: Requests that both were asked.
+        compared: Requests that both were asked, where both say which tokens they generated.
         different: Of them, those with other output tokens.
         first_tokens_different: Of them, those whose first output token is another one.
     """
@@ -34,6 +34,7 @@ def agreement(theirs: Sequence[Run], ours: Sequence[Run]) -> Agreement:
         (one.output_ids, other.output_ids)
         for their_run, our_run in zip(theirs, ours, strict=True)
         for one, other in zip(their_run.outcomes, our_run.outcomes, strict=True)
+        if one.output_ids and other.output_ids
     ]
     return Agreement(
         compared=len(pairs),

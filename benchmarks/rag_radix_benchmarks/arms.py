@@ -16,6 +16,7 @@ from rag_radix.settings import parse_settings
 
 KNOWLEDGE_TREE = "knowledge-tree"
 NO_CACHE = "no-cache"
+PEER = "openai"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Arm:
         built: What a server of this arm says of itself, by the keys of
             `rag_radix.comparison.observed`.
         url: Of a server that is already running; None to start one.
+        is_peer: Whether it is another server than SGLang, of the OpenAI interface.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Arm:
     host_tier: bool = False
     built: Mapping[str, object] = field(default_factory=dict)
     url: str | None = None
+    is_peer: bool = False
 
 
 def parse_arms(names: str) -> list[Arm]:
@@ -43,7 +46,8 @@ def parse_arms(names: str) -> list[Arm]:
 
     `knowledge-tree` takes settings behind colons: `policy` is its replacement policy, the others
     belong into `--radix-eviction-policy-config`; a value is JSON or, when it isn't, a string.
-    `NAME@URL` is an arm that is served at that URL already.
+    `NAME@URL` is an arm that is served at that URL already; `openai:NAME@URL` one of any name
+    and any server of the OpenAI completions interface.
 
     Raises:
         ConfigError: An unknown arm or setting, or the same arm twice.
@@ -51,6 +55,8 @@ def parse_arms(names: str) -> list[Arm]:
     arms = [_parse(name.strip()) for name in names.split(",") if name.strip()]
     if len({arm.name for arm in arms}) < len(arms):
         raise ConfigError(f"--arms {names!r} has an arm twice")
+    if all(arm.is_peer for arm in arms):
+        raise ConfigError(f"--arms {names!r}: {PEER} arms are compared with one of SGLang")
     if len(arms) < 2:
         raise ConfigError(f"--arms {names!r}: a comparison takes two arms or more")
     return arms
@@ -59,7 +65,11 @@ def parse_arms(names: str) -> list[Arm]:
 def _parse(text: str) -> Arm:
     text, _, url = text.partition("@")
     name, *settings = text.split(":")
-    if name == KNOWLEDGE_TREE:
+    if name == PEER:
+        if not url:
+            raise ConfigError(f"--arms {text!r}: say where it runs, like {PEER}:vllm@http://HOST")
+        arm = Arm(text, flags=(), is_peer=True)
+    elif name == KNOWLEDGE_TREE:
         arm = _knowledge_tree(text, dict(map(_setting, settings)))
     elif name not in STOCK_ARMS:
         known = ", ".join([*STOCK_ARMS, KNOWLEDGE_TREE])

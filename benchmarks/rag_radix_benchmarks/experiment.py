@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from rag_radix_benchmarks.arms import Arm
-from rag_radix_benchmarks.facts import read_tree_report
-from rag_radix_benchmarks.load import Run, closed_loop, open_loop
 from rag_radix_benchmarks.progress import progress
 from rag_radix_benchmarks.prompts import PromptWriter
 from rag_radix_benchmarks.servers import ArmServer, Servers
 from rag_radix_benchmarks.setup import Setup
+from rag_radix_benchmarks.sglang_server import SGLangServer
 from rag_radix_benchmarks.trials import ClosedLoop, Load, OpenLoop, Trial, TrialResult, TrialStore
-from rag_radix_benchmarks.workload import Part, Workload
+from rag_radix_benchmarks.workload import Workload
 
 
 class Experiment:
@@ -22,6 +21,7 @@ class Experiment:
 
     Args:
         setup: What all arms have in common.
+        arms: All of them; one at least is of SGLang.
         workload: What they are asked.
         servers: Where.
         store: What was measured before isn't measured again.
@@ -29,9 +29,16 @@ class Experiment:
     """
 
     def __init__(
-        self, setup: Setup, workload: Workload, servers: Servers, store: TrialStore, seed: int
+        self,
+        setup: Setup,
+        arms: Sequence[Arm],
+        workload: Workload,
+        servers: Servers,
+        store: TrialStore,
+        seed: int,
     ) -> None:
         self._setup = setup
+        self._arms = arms
         self._workload = workload
         self._servers = servers
         self._store = store
@@ -70,21 +77,21 @@ class Experiment:
         return len(run.outcomes) / run.seconds
 
     def _measure(self, trial: Trial, server: ArmServer) -> TrialResult:
-        part, control = self._part(trial.repeat), server.control
-        self._vocabulary = self._vocabulary or control.vocabulary()
+        part = self._part(trial.repeat)
+        self._vocabulary = self._vocabulary or self._read_vocabulary(server)
         warm_up, measured = self._bodies(trial.repeat)
-        concurrency = self._setup.running_requests
         if server.url not in self._used:
-            closed_loop(server.url, measured[:2], concurrency=1)  # what is slow on its first use
+            server.closed_loop(measured[:2], concurrency=1)  # what is slow on its first use
             self._used.add(server.url)
-        control.wait_until_idle()
-        control.flush()
+        server.empty()
         if warm_up:
-            closed_loop(server.url, warm_up, concurrency)
-            control.wait_until_idle()
-        before = self._tree(trial, server)
-        run = _drive(server.url, measured, part, trial.load)
-        after = self._tree(trial, server)
+            server.closed_loop(warm_up, self._setup.running_requests)
+        before = server.tree_report()
+        if isinstance(trial.load, OpenLoop):
+            run = server.open_loop(measured, part.due_s(trial.load.requests_per_s))
+        else:
+            run = server.closed_loop(measured, trial.load.concurrency)
+        after = server.tree_report()
         moved = None
         if before is not None and after is not None:
             moved = {
@@ -93,11 +100,15 @@ class Experiment:
             }
         return TrialResult(run, server.facts, moved, after)
 
-    def _tree(self, trial: Trial, server: ArmServer) -> dict[str, Any] | None:
-        """The knowledge tree's report, of an arm that has one."""
-        if trial.arm.built["cache"] != "KnowledgeTree":
-            return None
-        return read_tree_report(server.url)
+    def _read_vocabulary(self, server: ArmServer) -> list[int]:
+        """From the server at hand, or where that is a peer, from another one."""
+        if isinstance(server, SGLangServer):
+            return server.vocabulary()
+        for arm in self._arms:
+            other = self._servers.of(arm)
+            if isinstance(other, SGLangServer):
+                return other.vocabulary()
+        raise AssertionError("every comparison has an SGLang server")
 
     def _write(self, repeat: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         part = self._part(repeat)
@@ -107,9 +118,3 @@ class Experiment:
             for number, request in enumerate(part.warm_up + part.measured)
         ]
         return bodies[: len(part.warm_up)], bodies[len(part.warm_up) :]
-
-
-def _drive(url: str, bodies: Sequence[dict[str, Any]], part: Part, load: Load) -> Run:
-    if isinstance(load, OpenLoop):
-        return open_loop(url, bodies, part.due_s(load.requests_per_s))
-    return closed_loop(url, bodies, load.concurrency)

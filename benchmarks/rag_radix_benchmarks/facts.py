@@ -40,7 +40,7 @@ def read_facts(url: str) -> ServerFacts:
     Raises:
         WrongArmError: It can't be asked, or doesn't say what cache it built.
     """
-    info = _get(f"{url}/server_info")
+    info = get_json(f"{url}/server_info")
     built = info["internal_states"][0].get(STATE_KEY)
     if built is None:
         raise WrongArmError(
@@ -57,13 +57,18 @@ def read_tree_report(url: str) -> dict[str, Any]:
     Raises:
         WrongArmError: It has none.
     """
-    report: dict[str, Any] = _get(f"{url}/rag/stats")
+    report: dict[str, Any] = get_json(f"{url}/rag/stats")
     return report
 
 
-def _get(url: str) -> Any:
+def get_json(url: str) -> Any:
+    """GET a JSON value.
+
+    Raises:
+        WrongArmError: There is none.
+    """
     try:
         with urllib.request.urlopen(url, timeout=REQUEST_LIMIT_S) as reply:
             return json.loads(reply.read())
     except (OSError, ValueError) as error:
-        raise WrongArmError(f"{url} doesn't answer as an SGLang server does: {error}") from error
+        raise WrongArmError(f"{url} doesn't answer as such a server does: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ class Outcome:
         prompt_tokens: Tokens of the prompt.
         device_tokens: Of them, found in the device tier.
         host_tokens: Of them, loaded back from host memory.
-        output_ids: Tokens generated.
+        output_tokens: Tokens generated.
+        output_ids: These; empty where a server doesn't tell.
     """
 
     ttft_s: float
@@ -41,6 +42,7 @@ class Outcome:
     prompt_tokens: int
     device_tokens: int
     host_tokens: int
+    output_tokens: int
     output_ids: tuple[int, ...]
 
     @property
@@ -50,7 +52,7 @@ class Outcome:
     @property
     def tpot_s(self) -> float | None:
         """Time for an output token after the first; None where there was no other."""
-        later = len(self.output_ids) - 1
+        later = self.output_tokens - 1
         return (self.latency_s - self.ttft_s) / later if later > 0 else None
 
 
@@ -79,26 +81,90 @@ class Run:
         )
 
 
-def open_loop(url: str, bodies: Sequence[dict[str, Any]], due_s: Sequence[float]) -> Run:
+# Sends a payload that is due at a time of `time.perf_counter()` to the server at a URL.
+Ask = Callable[[aiohttp.ClientSession, str, bytes, float], Awaitable[Outcome]]
+
+
+async def ask_generate(
+    session: aiohttp.ClientSession, url: str, payload: bytes, due: float
+) -> Outcome:
+    """Ask SGLang's own `/generate`.
+
+    Raises:
+        LoadError: The server answered with an error.
+    """
+    late_s = time.perf_counter() - due
+    first_s, event = None, None
+    async for event in events(session, f"{url}/generate", payload):
+        reason = event["meta_info"]["finish_reason"]
+        if reason is not None and reason["type"] == "abort":
+            raise LoadError(f"{url}/generate aborted a request: {reason.get('message')}")
+        first_s = time.perf_counter() - due if first_s is None else first_s
+    if event is None or first_s is None:
+        raise LoadError(f"{url}/generate answered nothing; the server's log may say why")
+    meta = event["meta_info"]
+    details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"], "host": 0}
+    return Outcome(
+        ttft_s=first_s,
+        latency_s=time.perf_counter() - due,
+        late_s=late_s,
+        prompt_tokens=meta["prompt_tokens"],
+        device_tokens=details["device"],
+        host_tokens=details["host"],
+        output_tokens=meta["completion_tokens"],
+        output_ids=tuple(event["output_ids"]),
+    )
+
+
+async def events(
+    session: aiohttp.ClientSession, url: str, payload: bytes
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of a streamed answer.
+
+    Raises:
+        LoadError: The server answered with an error.
+    """
+    headers = {"Content-Type": "application/json"}
+    async with session.post(url, data=payload, headers=headers) as reply:
+        if reply.status != 200:
+            raise LoadError(f"{url} answers {reply.status}: {await reply.text()}")
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event: dict[str, Any] = json.loads(line.removeprefix(b"data:"))
+            if "error" in event:
+                raise LoadError(f"{url} answers {event['error']}")
+            yield event
+
+
+def open_loop(
+    url: str, bodies: Sequence[dict[str, Any]], due_s: Sequence[float], ask: Ask = ask_generate
+) -> Run:
     """Send each request when it is due, whatever became of those before it.
 
     Raises:
         LoadError: The server answered one with an error.
     """
-    return asyncio.run(_drive(url, bodies, due_s, len(bodies)))
+    return asyncio.run(_drive(url, bodies, due_s, len(bodies), ask))
 
 
-def closed_loop(url: str, bodies: Sequence[dict[str, Any]], concurrency: int) -> Run:
+def closed_loop(
+    url: str, bodies: Sequence[dict[str, Any]], concurrency: int, ask: Ask = ask_generate
+) -> Run:
     """Keep `concurrency` requests under way until all have been sent.
 
     Raises:
         LoadError: The server answered one with an error.
     """
-    return asyncio.run(_drive(url, bodies, None, concurrency))
+    return asyncio.run(_drive(url, bodies, None, concurrency, ask))
 
 
 async def _drive(
-    url: str, bodies: Sequence[dict[str, Any]], due_s: Sequence[float] | None, concurrency: int
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    due_s: Sequence[float] | None,
+    concurrency: int,
+    ask: Ask,
 ) -> Run:
     # Made before the clock starts: a long prompt takes a millisecond.
     payloads = [json.dumps({**body, "stream": True}).encode() for body in bodies]
@@ -113,7 +179,7 @@ async def _drive(
                 await asyncio.sleep(started + due_s[number] - time.perf_counter())
             async with slots:
                 due = time.perf_counter() if due_s is None else started + due_s[number]
-                return due - started, await _ask(session, url, payloads[number], due)
+                return due - started, await ask(session, url, payloads[number], due)
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -123,35 +189,3 @@ async def _drive(
         seconds = time.perf_counter() - started
     due, outcomes = zip(*(task.result() for task in asked), strict=True)
     return Run(outcomes, due, seconds)
-
-
-async def _ask(session: aiohttp.ClientSession, url: str, payload: bytes, due: float) -> Outcome:
-    late_s = time.perf_counter() - due
-    first_s, event = None, None
-    headers = {"Content-Type": "application/json"}
-    async with session.post(f"{url}/generate", data=payload, headers=headers) as reply:
-        if reply.status != 200:
-            raise LoadError(f"{url}/generate answers {reply.status}: {await reply.text()}")
-        async for line in reply.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line.removeprefix(b"data:"))
-            if "error" in event:
-                raise LoadError(f"{url}/generate answers {event['error']}")
-            reason = event["meta_info"]["finish_reason"]
-            if reason is not None and reason["type"] == "abort":
-                raise LoadError(f"{url}/generate aborted a request: {reason.get('message')}")
-            first_s = time.perf_counter() - due if first_s is None else first_s
-    if event is None or first_s is None:
-        raise LoadError(f"{url}/generate answered nothing; the server's log may say why")
-    meta = event["meta_info"]
-    details = meta.get("cached_tokens_details") or {"device": meta["cached_tokens"], "host": 0}
-    return Outcome(
-        ttft_s=first_s,
-        latency_s=time.perf_counter() - due,
-        late_s=late_s,
-        prompt_tokens=meta["prompt_tokens"],
-        device_tokens=details["device"],
-        host_tokens=details["host"],
-        output_ids=tuple(event["output_ids"]),
-    )

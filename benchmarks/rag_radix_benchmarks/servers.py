@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,26 +11,17 @@ import psutil
 
 from rag_radix.environment import COMPARISON
 from rag_radix.launch import exiting_on_termination, serving
-from rag_radix.profile.server import ProfiledServer
 from rag_radix_benchmarks.arms import Arm
-from rag_radix_benchmarks.facts import ServerFacts, read_facts
+from rag_radix_benchmarks.completions import CompletionServer
 from rag_radix_benchmarks.setup import Setup
+from rag_radix_benchmarks.sglang_server import SGLangServer
 from rag_radix_benchmarks.verify import verify
 
 # A server grows while it serves.
 MEMORY_MARGIN = 1.5
 
 
-@dataclass(frozen=True)
-class ArmServer:
-    """A running server that is what its arm says."""
-
-    url: str
-    facts: ServerFacts
-
-    @property
-    def control(self) -> ProfiledServer:
-        return ProfiledServer(self.url)
+ArmServer = SGLangServer | CompletionServer
 
 
 class Servers:
@@ -73,6 +63,7 @@ class Servers:
             LaunchError: It doesn't start.
             WrongArmError: It isn't what the arm says.
         """
+        server: ArmServer
         if arm.name in self._running:
             # The last of a dict is the one used last.
             self._running[arm.name] = self._running.pop(arm.name)
@@ -83,11 +74,11 @@ class Servers:
         with ExitStack() as stack:
             before = psutil.virtual_memory().available
             url = arm.url or stack.enter_context(self._start(arm))
-            facts = read_facts(url)
-            verify(arm, self._setup, facts)
+            server = CompletionServer.at(url) if arm.is_peer else SGLangServer.at(url)
+            verify(arm, self._setup, server.facts)
             needed_bytes = before - psutil.virtual_memory().available
             self._needed_bytes = max(self._needed_bytes, needed_bytes)
-            self._running[arm.name] = ArmServer(url, facts), stack.pop_all()
+            self._running[arm.name] = server, stack.pop_all()
         return self._running[arm.name][0]
 
     def _start(self, arm: Arm) -> AbstractContextManager[str]:

@@ -15,6 +15,9 @@ def verify(arm: Arm, setup: Setup, facts: ServerFacts) -> None:
     Raises:
         WrongArmError: Naming all that is different.
     """
+    if arm.is_peer:
+        _verify_peer(arm, setup, facts)
+        return
     expected: dict[str, object] = {
         **arm.built,
         "model": _comparable(setup.model_path),
@@ -41,6 +44,13 @@ def verify(arm: Arm, setup: Setup, facts: ServerFacts) -> None:
         wrong.append(f"host_tokens is {actual['host_tokens']!r}, not {host_tokens!r}")
     if wrong:
         raise WrongArmError(f"the server of {arm.name} isn't that arm: {'; '.join(wrong)}")
+
+
+def _verify_peer(arm: Arm, setup: Setup, facts: ServerFacts) -> None:
+    """A peer states nothing but its model, and that by a name of its own."""
+    name = Path(setup.model_path).name
+    if Path(facts.model).name != name:
+        raise WrongArmError(f"the server of {arm.name} has the model {facts.model!r}, not {name!r}")
 
 
 def _comparable(model: str) -> str:

@@ -33,6 +33,7 @@ def stock_lru(model: Path) -> Iterator[Server]:
     """A running `stock-lru`, for arms that are given by their URL."""
     flags = ["--attention-backend", "rag_prefix", "--max-total-tokens", str(DEVICE_TOKENS)]
     flags += ["--chunked-prefill-size", "512", "--max-running-requests", "2", "--page-size", "1"]
+    flags.append("--enable-cache-report")
     with running_server(model, *flags, *FLAGS[1:], env={COMPARISON.name: "1"}) as server:
         yield server
 
@@ -79,6 +80,19 @@ def test_two_arms_are_compared_and_a_second_run_measures_nothing(
     assert json.loads(again.out.splitlines()[-1])["loads"] == report["loads"]
 
 
+def test_a_peer_is_asked_through_the_openai_interface(model, stock_lru, capsys):
+    # SGLang has that interface as well: the same server must do the same behind both.
+    arms = f"stock-lru@{stock_lru.url},openai:peer@{stock_lru.url}"
+    assert bench(model, arms, "--repeats", "1", "--concurrency", "1", "--json") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    native, peer = report["loads"]["1 at once"].values()
+    assert peer["token_hit_rate"] == native["token_hit_rate"] > 0
+    assert peer["tpot_s"]["mean"] > 0
+    assert report["answers"] == {
+        "stock-lru": {"compared": 10, "different": 0, "first_tokens_different": 0}
+    }
+
+
 @pytest.mark.parametrize(
     ("arm", "options", "named"),
     [
@@ -109,4 +123,4 @@ def test_a_server_of_another_model_is_refused(stock_lru, tmp_path, capsys):
 
 def test_a_server_that_does_not_say_what_it_is_is_refused(model, capsys):
     assert bench(model, "stock-lru@http://127.0.0.1:9,stock-lpm@http://127.0.0.1:9") == 2
-    assert "doesn't answer as an SGLang server does" in capsys.readouterr().err
+    assert "doesn't answer as such a server does" in capsys.readouterr().err

@@ -56,6 +56,7 @@ def result_of(
         prompt_tokens=400,
         device_tokens=hit_tokens,
         host_tokens=0,
+        output_tokens=2,
         output_ids=(answer, 8),
     )
     run = Run((outcome,) * WORKLOAD.requests, tuple(range(WORKLOAD.requests)), seconds=10.0)

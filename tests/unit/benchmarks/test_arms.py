@@ -34,12 +34,19 @@ def test_an_arm_may_be_served_already():
     assert arm.built == STOCK_ARMS["stock-lru"].built
 
 
+def test_a_peer_is_named_freely_and_always_has_a_url():
+    _, peer = parse_arms("stock-lru,openai:vllm@http://localhost:8000")
+    assert (peer.name, peer.url, peer.is_peer) == ("openai:vllm", "http://localhost:8000", True)
+
+
 @pytest.mark.parametrize(
     ("names", "named"),
     [
         ("stock-lru,stock-mru", "'stock-mru' doesn't exist.*stock-lru"),
         ("stock-lru,stock-lru", "twice"),
         ("stock-lru", "two arms or more"),
+        ("stock-lru,openai:vllm", "say where it runs"),
+        ("openai:a@http://a,openai:b@http://b", "compared with one of SGLang"),
         ("stock-lru:policy=lfu,knowledge-tree", "only knowledge-tree takes settings"),
         ("stock-lru,knowledge-tree:eager", "reorder_window=0, not 'eager'"),
         ("stock-lru,knowledge-tree:policy=best", "best"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rag_radix_benchmarks.ab import is_precise
 from rag_radix_benchmarks.answers import agreement, check_same_model
@@ -54,7 +56,7 @@ def test_figures_are_over_the_requests_of_all_repeats():
 
 
 def one_request(hit_tokens):
-    outcome = Outcome(1.0, 1.0, 0.0, 100, hit_tokens, 0, (1,))
+    outcome = Outcome(1.0, 1.0, 0.0, 100, hit_tokens, 0, 1, (1,))
     return Run((outcome,), (0.0,), 1.0)
 
 
@@ -79,7 +81,7 @@ def repeated_prompts():
 
 
 def served(hits):
-    outcomes = tuple(Outcome(1.0, 1.0, 0.0, 160, hit, 0, (1,)) for hit in hits)
+    outcomes = tuple(Outcome(1.0, 1.0, 0.0, 160, hit, 0, 1, (1,)) for hit in hits)
     return Run(outcomes, tuple(map(float, range(len(hits)))), 4.0)
 
 
@@ -103,6 +105,12 @@ def test_answers_are_compared_request_by_request():
     found = agreement([ours.run, theirs.run], [ours.run, ours.run])
     assert found.compared == 2 * WORKLOAD.requests
     assert found.different == found.first_tokens_different == WORKLOAD.requests
+
+
+def test_answers_that_one_server_does_not_tell_are_not_compared():
+    ours, theirs = result_of(LRU, 1.0).run, served([0] * WORKLOAD.requests)
+    unknown = Run(tuple(replace(each, output_ids=()) for each in theirs.outcomes), (), 1.0)
+    assert agreement([unknown], [ours]).compared == 0
 
 
 def test_an_arm_that_answers_as_another_model_would_is_refused():

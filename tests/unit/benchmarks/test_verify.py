@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rag_radix_benchmarks.arms import STOCK_ARMS, parse_arms
-from rag_radix_benchmarks.facts import WrongArmError
+from rag_radix_benchmarks.facts import ServerFacts, WrongArmError
 from rag_radix_benchmarks.verify import verify
 from unit.benchmarks.comparison_data import SETUP, facts_of
 
@@ -74,3 +74,10 @@ def test_a_folder_is_the_same_model_in_any_spelling(tmp_path):
     facts = facts_of(HICACHE, model=str(tmp_path / "." / "x" / ".." / "model"))
     (tmp_path / "x").mkdir()
     verify(HICACHE, setup, facts)
+
+
+def test_a_peer_is_known_by_its_model_alone():
+    peer = parse_arms("stock-lru,openai:vllm@http://localhost:8000")[1]
+    verify(peer, SETUP, ServerFacts("hub/model", "", {}))
+    with pytest.raises(WrongArmError, match="has the model 'hub/other', not 'model'"):
+        verify(peer, SETUP, ServerFacts("hub/other", "", {}))
