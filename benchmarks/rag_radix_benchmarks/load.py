@@ -125,16 +125,21 @@ async def events(
         LoadError: The server answered with an error.
     """
     headers = {"Content-Type": "application/json"}
-    async with session.post(url, data=payload, headers=headers) as reply:
-        if reply.status != 200:
-            raise LoadError(f"{url} answers {reply.status}: {await reply.text()}")
-        async for line in reply.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event: dict[str, Any] = json.loads(line.removeprefix(b"data:"))
-            if "error" in event:
-                raise LoadError(f"{url} answers {event['error']}")
-            yield event
+    try:
+        async with session.post(url, data=payload, headers=headers) as reply:
+            if reply.status != 200:
+                raise LoadError(f"{url} answers {reply.status}: {await reply.text()}")
+            async for line in reply.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                event: dict[str, Any] = json.loads(line.removeprefix(b"data:"))
+                if "error" in event:
+                    raise LoadError(f"{url} answers {event['error']}")
+                yield event
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise LoadError(
+            f"{url} doesn't answer ({error!r}); its server's log may say why"
+        ) from error
 
 
 def open_loop(
