@@ -138,10 +138,12 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         return self._can_reclaim_full_host_duplicate(node) and self.is_registered(node)
 
     def rank(self, node: DocumentNode) -> None:
-        """Rank `node` by its present statistics and clocks, in every tier."""
+        """Rank `node` by its present statistics and clocks, in every tier; on host once it has
+        a copy there."""
         for tier in self._component.tiers:
             tier.clock.observe(node.statistics)
-            tier.rank(node)
+            if tier.name is not TierName.HOST or node.backuped:
+                tier.rank(node)
         self.offer(node)
 
     def offer(self, node: DocumentNode) -> None:
@@ -294,7 +296,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
             # A victim leaves the device tier before its copy is done, and then waits for it.
             and node.write_through_pending_id is None
             and node is not self.root_node
-            and all(child.id in chosen for child in node.children.values())
+            and (not node.children or all(c.id in chosen for c in node.children.values()))
         )
 
     def finish_write_through(self, node_ids: list[int], ack_id: int) -> None:

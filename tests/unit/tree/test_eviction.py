@@ -83,7 +83,7 @@ def test_a_node_enters_the_host_tier_at_that_tiers_clock():
         h.serve(*prompt("a"))
         node, host = h.ends()["a"], h.tree.component.host
         host.clock.evicted = 5.0
-        before = node.ranks[TierName.HOST].priority
+        before = node.ranks[TierName.DEVICE].priority
         h.tree.evict(EvictParams(num_tokens=60))
         assert node.backuped
         assert node.ranks[TierName.HOST].priority == before + 5.0
