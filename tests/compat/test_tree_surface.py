@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import pkgutil
+import pickle
+import re
 
 import pytest
 
-from rag_radix import scheduler_hooks, sglang_compat
+from rag_radix import rpc, scheduler_hooks, sglang_compat
 from rag_radix.component import KnowledgeComponent
 from rag_radix.errors import IncompatibleSGLangError
 from rag_radix.knowledge_tree import KnowledgeTree
@@ -81,11 +83,42 @@ def test_the_scheduler_has_what_the_hooks_read() -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     source = inspect.getsource(Scheduler)
-    for line in ("self.tree_cache = ", "self.waiting_queue: List[Req] = "):
-        assert line in source
-    for target in scheduler_hooks.TARGETS:
-        function = pkgutil.resolve_name(target)
-        assert next(iter(inspect.signature(function).parameters)) == "self"
+    for name in scheduler_hooks.ATTRIBUTES:
+        assert re.search(rf"\bself\.{name}\b.* = |\bself\.{name},\n", source), name
+    assert sglang_compat.surface_problems(scheduler_hooks.SURFACE) == []
+    hooked = {target.rpartition(".")[2] for target in scheduler_hooks.TARGETS}
+    checked = {target.rpartition(".")[2] for target in scheduler_hooks.SURFACE}
+    assert hooked <= checked
+
+
+def test_requests_and_batches_have_what_speculations_are_ended_by() -> None:
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+
+    request = inspect.getsource(schedule_batch.Req)
+    for name in ("to_finish", "discard_output_reason", "finished_reason", "output_ids"):
+        assert f"self.{name}" in request
+    assert isinstance(schedule_batch.Req.extend_len, property)
+    reason = schedule_batch.FINISH_ABORT("why", 503).to_json()
+    assert (reason["type"], reason["message"], reason["status_code"]) == ("abort", "why", 503)
+    fields = {field.name for field in dataclasses.fields(schedule_batch.ScheduleBatch)}
+    assert {"reqs", "batch_is_full", "decoding_reqs"} <= fields
+    assert "self.grammar_queue: List[Req] = " in inspect.getsource(GrammarManager)
+    assert {"dispatched", "finished"} <= {field.name for field in dataclasses.fields(ReqState)}
+    assert callable(TokenizerManager._dispatch_to_scheduler)
+    assert callable(TokenizerManager.auto_create_handle_loop)
+
+
+def test_calls_and_replies_can_be_read_once_their_types_are_known() -> None:
+    from sglang.srt.managers import io_struct
+
+    rpc.register_types()
+    call = rpc.RagCall(number=1, action="promote", body=b'["a"]', http_worker_ipc="ipc://1")
+    assert io_struct.msgpack_decode(io_struct.msgpack_encode(call)) == call
+    assert pickle.loads(pickle.dumps(call)) == call  # as ranks are sent it
+    reply = rpc.RagReply(number=1, body=b"null", error="why")
+    assert io_struct.msgpack_decode(io_struct.msgpack_encode(reply)) == reply
 
 
 def test_a_copy_in_flight_says_what_it_locks() -> None:

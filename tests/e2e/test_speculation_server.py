@@ -1,51 +1,56 @@
-"""Speculative requests on a real server: refused, promoted, ended, cancelled, never leaked.
-
-What a test needs to happen at a certain time is made to happen: rows are taken by requests that
-decode for long, a prefill takes many chunks, and every wait is for a state the server reports.
-"""
+"""Speculative requests on a real server: refused, promoted, ended, cancelled, never leaked."""
 
 from __future__ import annotations
 
-import http.client
-import itertools
 import json
-import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from e2e.cpu_server import Server, running_server
+from e2e.speculative import (
+    FLAGS,
+    LIMIT,
+    LONG,
+    QUEUED,
+    ROWS,
+    Answer,
+    cached,
+    counting,
+    counts,
+    full_rows,
+    policy,
+    pool,
+    promote,
+    request,
+    until,
+    until_idle,
+)
 from e2e.tiny_model import make_tiny_llama
 
 pytestmark = pytest.mark.server
 
-ROWS = 2
-LIMIT = 2
-FLAGS = ["--radix-cache-backend", "knowledge-tree", "--dtype", "float32"]
-FLAGS += ["--max-total-tokens", "6144", "--chunked-prefill-size", "128"]
-FLAGS += ["--max-running-requests", str(ROWS)]
-LONG = 2000  # output tokens of a request that is aborted when it has served its purpose
 
-_rids = (f"{number:032x}" for number in itertools.count(1))
-
-
-def policy(**config: Any) -> list[str]:
-    return ["--radix-eviction-policy-config", json.dumps(config)]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = make_tiny_llama(tmp_path_factory.mktemp("model"))
+def server(model: Path) -> Iterator[Server]:
     with running_server(model, *FLAGS, *policy(max_prefill_bs=LIMIT)) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
-def no_leak(server: Server) -> Iterator[None]:
+def no_leak(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test begins with an empty tree, and leaves no request and no slot behind."""
+    if "server" not in request.fixturenames:
+        yield
+        return
+    server: Server = request.getfixturevalue("server")
     until_idle(server)
     server.flush_cache()
     yield
@@ -53,157 +58,6 @@ def no_leak(server: Server) -> Iterator[None]:
     server.flush_cache()
     device = server.get("/rag/stats")["device"]
     assert device["free_tokens"] == device["capacity_tokens"]
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until `condition` holds, and return what it returns."""
-    deadline = time.monotonic() + 60
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "nothing happened for a minute"
-        time.sleep(0.002)
-    return result
-
-
-def until_idle(server: Server) -> dict[str, Any]:
-    def report() -> Any:
-        stats = server.get("/rag/stats")
-        idle = stats["speculation"]["in_flight"] == stats["device"]["locked_tokens"] == 0
-        return idle and pool(server)["waiting"] == 0 and stats
-
-    return until(report)
-
-
-def pool(server: Server) -> dict[str, Any]:
-    answer: dict[str, Any] = server.get("/rag/pool")
-    return answer
-
-
-def counts(server: Server) -> dict[str, int]:
-    stats = server.get("/rag/stats")
-    names = ("started", "refused", "ended", "promoted", "cancelled", "wasted_tokens")
-    taken = {name: stats["speculation"][name] for name in names}
-    return taken | {name: stats["requests"][name] for name in ("requests", "documents")}
-
-
-@contextmanager
-def counting(server: Server) -> Iterator[dict[str, int]]:
-    """After the block, what it has added to the counts; what isn't in it was 0."""
-    before, added = counts(server), {}
-    yield added
-    until_idle(server)
-    after = counts(server)
-    added |= {name: after[name] - before[name] for name in after if after[name] != before[name]}
-
-
-class Answer:
-    """A streaming request on a thread of its own.
-
-    Attributes:
-        rid: Its id.
-        events: Events so far.
-    """
-
-    def __init__(
-        self,
-        server: Server,
-        *documents: int,
-        tokens: int = 40,
-        output_tokens: int = 4,
-        speculative: bool = False,
-    ) -> None:
-        self.rid = next(_rids)
-        self.server = server
-        self.events: list[dict[str, Any]] = []
-        self.body = request(
-            *documents,
-            tokens=tokens,
-            output_tokens=output_tokens,
-            speculative=speculative,
-            rid=self.rid,
-            stream=True,
-        )
-        host, port = server.url.removeprefix("http://").split(":")
-        self._connection = http.client.HTTPConnection(host, int(port), timeout=120)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        headers = {"Content-Type": "application/json"}
-        self._connection.request("POST", "/generate", json.dumps(self.body), headers)
-        self._reply = self._connection.getresponse()
-        with suppress(OSError, http.client.HTTPException, AttributeError, ValueError):
-            for line in self._reply:
-                event = line.decode().removeprefix("data: ").strip()
-                if event and event != "[DONE]":
-                    self.events.append(json.loads(event))
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def decoding(self) -> Answer:
-        until(lambda: self.events)
-        return self
-
-    def end(self) -> dict[str, Any]:
-        """The last event's finish reason."""
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        reason: dict[str, Any] = self.events[-1]["meta_info"]["finish_reason"]
-        return reason
-
-    def abort(self) -> dict[str, Any]:
-        self.server.post("/abort_request", {"rid": self.rid})
-        return self.end()
-
-    def hang_up(self) -> None:
-        self._connection.sock.shutdown(2)
-
-
-def request(
-    *documents: int,
-    tokens: int = 40,
-    output_tokens: int = 4,
-    speculative: bool = False,
-    **body: Any,
-) -> dict[str, Any]:
-    """A greedy request over `documents` of `tokens` tokens each, and a question of its own."""
-    ids, spans = [7, 8, 9], []
-    for document in documents:
-        spans.append({"id": str(document), "start": len(ids), "end": len(ids) + tokens})
-        ids += [1000 + (document * 7919 + position * 31) % 40000 for position in range(tokens)]
-    ids += [500 + next(_questions), 11, 12]
-    rag = {"documents": spans, "speculative": speculative}
-    params = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
-    return {"input_ids": ids, "sampling_params": {**params, "custom_params": {"rag": rag}}, **body}
-
-
-_questions = itertools.count()
-
-
-def promote(server: Server, *answers: Answer) -> list[str]:
-    reply = server.post("/rag/promote", {"rids": [answer.rid for answer in answers]})
-    return [reply["rids"][answer.rid] for answer in answers]
-
-
-def cached(server: Server, *documents: int, tokens: int = 40) -> int:
-    """How many tokens of documents an ordinary request finds."""
-    reply = server.generate(**request(*documents, tokens=tokens, output_tokens=1))
-    found: int = reply["meta_info"]["cached_tokens"]
-    return found
-
-
-@contextmanager
-def full_rows(server: Server, waiting: int) -> Iterator[list[Answer]]:
-    """All rows decode ordinary requests, and so many more of them wait."""
-    running = [Answer(server, 90 + row, output_tokens=LONG).decoding() for row in range(ROWS)]
-    queue = [Answer(server, 95 + place) for place in range(waiting)]
-    until(lambda: pool(server)["waiting"] == waiting)
-    try:
-        yield queue
-    finally:
-        for answer in running:
-            answer.abort()
-    assert [answer.end()["type"] for answer in queue] == ["length"] * waiting
 
 
 # Admission
@@ -283,7 +137,70 @@ def test_a_speculation_that_is_never_promoted_never_counts(server):
     assert added == {"started": 1, "wasted_tokens": 3 + 40 + 3 + 4}
 
 
+def test_with_a_limit_of_none_every_speculation_is_refused_and_the_rest_is_served(model):
+    with running_server(model, *FLAGS, *policy(max_prefill_bs=0)) as server:
+        assert pool(server) == {"waiting": 0, "max_prefill_bs": 0, "accepts": False}
+        with counting(server) as added:
+            for document in range(3):
+                guess = Answer(server, document, speculative=True)
+                assert guess.end()["message"].startswith("speculation refused: 0 requests wait")
+                assert Answer(server, document).end()["type"] == "length"
+        assert added == {"refused": 3, "requests": 3, "documents": 3}
+
+
+def test_a_speculation_with_an_error_is_answered_with_the_error(server):
+    with counting(server) as added:
+        with pytest.raises(urllib.error.HTTPError) as error:
+            server.generate(**request(1, tokens=4200, speculative=True))
+        assert error.value.code == 400
+    assert added == {}
+
+
+def test_parallel_samples_are_no_speculations(server):
+    body = request(1, speculative=True)
+    body["sampling_params"]["n"] = 2
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.generate(**body)
+    assert error.value.code == 400
+    assert "rag.speculative: can't be combined with n=2" in error.value.read().decode()
+
+
+def test_each_request_of_a_batch_is_promoted_by_its_own_id(server):
+    bodies = [request(document, speculative=True) for document in range(2)]
+    with counting(server) as added:
+        server.generate(
+            input_ids=[body["input_ids"] for body in bodies],
+            sampling_params=[body["sampling_params"] for body in bodies],
+            rid="batch",
+        )
+        reply = server.post("/rag/promote", {"rids": ["batch_0", "batch_1", "batch"]})
+    assert reply["rids"] == {"batch_0": "finished", "batch_1": "finished", "batch": "unknown"}
+    assert (added["promoted"], added["requests"]) == (2, 2)
+
+
+def test_a_speculation_under_a_grammar_is_promoted(server):
+    body = request(1, output_tokens=30, speculative=True, rid="f" * 32)
+    body["sampling_params"] |= {"regex": "(yes|no), [a-z]{20}", "ignore_eos": False}
+    with counting(server) as added:
+        server.generate(**body)
+        assert server.post("/rag/promote", {"rids": ["f" * 32]})["rids"] == {"f" * 32: "finished"}
+    assert (added["started"], added["promoted"], added["requests"]) == (1, 1, 1)
+
+
 # Stepping aside
+
+
+def test_a_speculation_makes_place_in_a_queue_of_limited_length(server):
+    with counting(server) as added, full_rows(server, waiting=0):
+        guess = Answer(server, 1, speculative=True)
+        until(lambda: pool(server)["waiting"] == 1)
+        others = [Answer(server, 95 + place) for place in range(QUEUED)]
+        assert guess.end()["message"].startswith("speculation ended")
+        until(lambda: pool(server)["waiting"] == QUEUED)
+        one_too_many = Answer(server, 8)
+        assert one_too_many.end()["message"] == "The request queue is full."
+    assert [other.end()["type"] for other in others] == ["length"] * QUEUED
+    assert added == {"started": 1, "ended": 1, "requests": 5, "documents": 5}
 
 
 def test_a_request_that_needs_a_row_ends_the_youngest_speculation(server):
@@ -408,25 +325,12 @@ def test_a_client_that_is_gone_has_cancelled(server):
 # Routes
 
 
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        (b"{", "isn't JSON"),
-        (b"[]", '"rids" alone'),
-        (b'{"rids": [], "rid": 1}', '"rids" alone'),
-        (b'{"rids": "a"}', "array of strings"),
-        (b'{"rids": [1]}', "array of strings"),
-        (b'{"rids": [""]}', "array of strings"),
-        (json.dumps({"rids": ["x"] * 1025}).encode(), "at most 1024"),
-    ],
-)
-def test_a_malformed_promotion_is_refused(server, body, named):
-    host = server.url.removeprefix("http://")
-    connection = http.client.HTTPConnection(host, timeout=60)
-    connection.request("POST", "/rag/promote", body)
-    reply = connection.getresponse()
-    assert reply.status == 400
-    assert named in json.loads(reply.read())["error"]["message"]
+def test_a_malformed_promotion_is_refused(server):
+    for body in ([], {"rids": "a"}, {"rids": [1]}):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            server.post("/rag/promote", body)
+        assert error.value.code == 400
+        assert "rids" in json.load(error.value)["error"]["message"]
 
 
 def test_ids_that_nobody_knows_are_unknown(server):

@@ -122,6 +122,17 @@ def test_what_moves_or_hides_the_tokens_is_refused(
     assert error.value.field.startswith(field)
 
 
+@pytest.mark.parametrize("params", [[{"n": 1}, {"n": 2}], {"n": 2}])
+def test_parallel_samples_are_no_speculations(manager: Any, params: Any) -> None:
+    batch = params if isinstance(params, list) else [params]
+    own = [{**each, "custom_params": TOKENS} for each in batch]
+    request = GenerateReqInput(
+        input_ids=[IDS, IDS], sampling_params=own if isinstance(params, list) else own[0]
+    )
+    with pytest.raises(AnnotationError, match=r"rag\.speculative: .*n=2"):
+        admit(request, manager)
+
+
 def test_char_spans_need_a_tokenizer(manager: Any) -> None:
     manager.tokenizer = None
     request = GenerateReqInput(text=TEXT, sampling_params={"custom_params": CHARS})

@@ -1,11 +1,30 @@
-"""The shape of the statistics answer."""
+"""What the routes answer, whatever the schedulers say."""
 
 from __future__ import annotations
 
-import pytest
-from fastapi import HTTPException
+from types import SimpleNamespace
+from typing import Any
 
-from rag_radix.http_routes import assemble
+import pytest
+from fastapi import FastAPI, HTTPException
+from fastapi.testclient import TestClient
+
+from rag_radix.errors import RpcError
+from rag_radix.http_routes import add_routes, assemble, parse_rids
+
+
+def client(*ranks: Any, states: dict[str, Any] | None = None) -> TestClient:
+    """A server whose schedulers answer every call with `ranks`, or raise what is one of them."""
+
+    async def call(action: str, body: Any) -> list[Any]:
+        for rank in ranks:
+            if isinstance(rank, Exception):
+                raise rank
+        return list(ranks)
+
+    app = FastAPI()
+    add_routes(app, lambda: SimpleNamespace(rid_to_state=states or {}), call)
+    return TestClient(app)
 
 
 def test_one_rank_stands_at_the_top_level() -> None:
@@ -22,3 +41,60 @@ def test_several_ranks_are_listed() -> None:
 def test_a_scheduler_without_a_knowledge_tree_is_an_error() -> None:
     with pytest.raises(HTTPException, match="no knowledge tree"):
         assemble([{"rag_radix": {}}, {}])
+
+
+def test_of_several_ranks_the_one_that_knows_a_speculation_answers() -> None:
+    ranks = [{"a": "unknown", "b": "finished", "c": "unknown"}, {"a": "running", "b": "unknown"}]
+    ranks[1]["c"] = "unknown"
+    reply = client(*ranks).post("/rag/promote", json={"rids": ["a", "b", "c"]})
+    assert reply.json() == {"rids": {"a": "running", "b": "finished", "c": "unknown"}}
+
+
+def test_of_several_ranks_the_one_with_the_shortest_queue_says_whether_there_is_room() -> None:
+    full = {"waiting": 9, "max_prefill_bs": 4, "accepts": False}
+    free = {"waiting": 1, "max_prefill_bs": 4, "accepts": True}
+    assert client(full, free).get("/rag/pool").json() == free
+
+
+@pytest.mark.parametrize(("method", "path"), [("post", "/rag/promote"), ("get", "/rag/pool")])
+def test_what_a_scheduler_could_not_do_is_a_server_error(method: str, path: str) -> None:
+    body = {"json": {"rids": ["a"]}} if method == "post" else {}
+    reply = client(RpcError("out of order")).request(method, path, **body)
+    assert reply.status_code == 500
+    assert reply.json() == {"error": {"message": "out of order"}}
+
+
+def test_a_promotion_waits_for_a_request_that_is_still_being_tokenized() -> None:
+    class State:
+        finished = False
+        asked = 0
+
+        @property
+        def dispatched(self) -> bool:
+            self.asked += 1
+            return self.asked > 3
+
+    state = State()
+    client({"a": "running"}, states={"a": state}).post("/rag/promote", json={"rids": ["a"]})
+    assert state.asked == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"{", "isn't JSON"),
+        (b"\xff", "isn't JSON"),
+        (b"[]", '"rids" alone'),
+        (b'{"rids": [], "rid": 1}', '"rids" alone'),
+        (b'{"rids": "a"}', "array of strings"),
+        (b'{"rids": [1]}', "array of strings"),
+        (b'{"rids": [""]}', "array of strings"),
+        (b'{"rids": [' + b'"x",' * 1024 + b'"x"]}', "at most 1024"),
+    ],
+)
+def test_malformed_promotions_are_named(body: bytes, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse_rids(body)
+    reply = client({}).post("/rag/promote", content=body)
+    assert reply.status_code == 400
+    assert named in reply.json()["error"]["message"]
