@@ -45,10 +45,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--workload", choices=WORKLOADS, default="mmlu-like")
     source.add_argument("--trace", type=Path, metavar="FILE", help="a trace of JSON lines")
+    source.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="INDEX",
+        help="of rag-radix index build: questions over real documents through its retriever",
+    )
+    parser.add_argument(
+        "--questions",
+        type=Path,
+        metavar="FILE",
+        help="for --corpus, one a line (default: the first line of each document)",
+    )
+    parser.add_argument(
+        "--skew", type=float, default=1.0, help="exponent of the questions' popularity, --corpus"
+    )
     parser.add_argument("--documents", type=int, default=300, help="in the corpus, workloads")
     parser.add_argument("--document-tokens", type=int, default=200, help="mean, workloads")
-    parser.add_argument("--k", type=int, default=2, help="documents a request, workloads")
-    parser.add_argument("--output-tokens", type=int, default=4, help="of a request, workloads")
+    parser.add_argument("--k", type=int, default=2, help="documents a request")
+    parser.add_argument("--output-tokens", type=int, default=4, help="of a request")
     _add_sized(parser, "--requests", int, "measured in a run")
     _add_sized(parser, "--warm-up", int, "requests of a run that fill its cache before")
     _add_sized(parser, "--repeats", int, "of each arm at each load")
@@ -197,6 +212,21 @@ class Plan:
 def _workload(options: argparse.Namespace, warm_up: int, requests: int, repeats: int) -> Workload:
     if options.trace is not None:
         return Recorded.open(options.trace, warm_up, requests, repeats)
+    if options.corpus is not None:
+        # The retriever brings Faiss along.
+        from rag_radix_benchmarks.corpus import CorpusQuestions
+
+        return CorpusQuestions.open(
+            options.corpus,
+            options.questions,
+            model_path=options.model_path,
+            k=options.k,
+            skew=options.skew,
+            output_tokens=options.output_tokens,
+            warm_up=warm_up,
+            requests=requests,
+            seed=options.seed,
+        )
     return Synthetic(
         name=options.workload,
         documents=options.documents,

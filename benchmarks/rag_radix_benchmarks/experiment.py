@@ -8,7 +8,7 @@ from typing import Any
 
 from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.progress import progress
-from rag_radix_benchmarks.prompts import PromptWriter
+from rag_radix_benchmarks.prompts import PromptWriter, request_body
 from rag_radix_benchmarks.servers import ArmServer, Servers
 from rag_radix_benchmarks.setup import Setup
 from rag_radix_benchmarks.sglang_server import SGLangServer
@@ -112,9 +112,13 @@ class Experiment:
 
     def _write(self, repeat: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         part = self._part(repeat)
-        writer = PromptWriter(self._vocabulary, self._seed + repeat)
-        bodies = [
-            writer.body(request, number)
-            for number, request in enumerate(part.warm_up + part.measured)
-        ]
+        requests = part.warm_up + part.measured
+        if part.prompts is not None:
+            bodies = [
+                request_body(request, ids)
+                for request, ids in zip(requests, part.prompts, strict=True)
+            ]
+        else:
+            writer = PromptWriter(self._vocabulary, self._seed + repeat)
+            bodies = [writer.body(request, number) for number, request in enumerate(requests)]
         return bodies[: len(part.warm_up)], bodies[len(part.warm_up) :]

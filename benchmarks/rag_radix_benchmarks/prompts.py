@@ -11,6 +11,24 @@ import numpy as np
 from rag_radix.replay.trace import TraceRequest
 
 
+def request_body(request: TraceRequest, ids: Sequence[int]) -> dict[str, Any]:
+    """The `/generate` body of a request with this prompt, greedy and of exactly its output."""
+    documents = [
+        {"id": each.id, "version": each.version, "start": each.start, "end": each.end}
+        for each in request.documents
+    ]
+    return {
+        "input_ids": list(ids),
+        "extra_key": request.namespace or None,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": max(request.output_tokens, 1),
+            "ignore_eos": True,
+            "custom_params": {"rag": {"documents": documents, "unit": "token"}},
+        },
+    }
+
+
 class PromptWriter:
     """Gives texts that a trace says are equal the same random tokens.
 
@@ -27,7 +45,7 @@ class PromptWriter:
         self._seed = seed
 
     def body(self, request: TraceRequest, number: int) -> dict[str, Any]:
-        """The `/generate` body of a request, greedy and of exactly its output tokens."""
+        """The body of a request."""
         ids: list[int] = []
         for gap, document in enumerate(request.documents):
             ids += self._text("gap", gap, tokens=document.start - len(ids))
@@ -35,20 +53,7 @@ class PromptWriter:
                 "document", document.id, document.version, tokens=document.end - document.start
             )
         ids += self._text("question", number, tokens=request.prompt_tokens - len(ids))
-        documents = [
-            {"id": each.id, "version": each.version, "start": each.start, "end": each.end}
-            for each in request.documents
-        ]
-        return {
-            "input_ids": ids,
-            "extra_key": request.namespace or None,
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": max(request.output_tokens, 1),
-                "ignore_eos": True,
-                "custom_params": {"rag": {"documents": documents, "unit": "token"}},
-            },
-        }
+        return request_body(request, ids)
 
     def _text(self, *name: object, tokens: int) -> list[int]:
         digest = hashlib.blake2b(repr((self._seed, *name)).encode(), digest_size=8).digest()

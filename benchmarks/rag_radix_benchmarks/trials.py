@@ -58,7 +58,7 @@ class Trial:
             "model": self.setup.model_path,
             "flags": self.setup.flags(self.arm),
             "url": self.arm.url,
-            "workload": [type(self.workload).__name__, asdict(self.workload)],
+            "workload": [type(self.workload).__name__, vars(self.workload)],
             "load": [type(self.load).__name__, asdict(self.load)],
             "repeat": self.repeat,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rag_radix.errors import ConfigError
 from rag_radix.replay.trace import TraceRequest, read_trace
@@ -18,10 +19,13 @@ class Part:
     Attributes:
         warm_up: Fills the caches; not measured.
         measured: Comes right after it in the trace.
+        prompts: Token ids of both, one after the other; None where a trace knows no texts, and
+            any will do.
     """
 
     warm_up: tuple[TraceRequest, ...]
     measured: tuple[TraceRequest, ...]
+    prompts: tuple[tuple[int, ...], ...] | None = None
 
     def due_s(self, requests_per_s: float) -> list[float]:
         """When the measured requests are due: as in the trace, at another mean rate.
@@ -104,4 +108,9 @@ class Recorded:
         return Part(tuple(trace[: self.warm_up]), tuple(trace[self.warm_up :]))
 
 
-Workload = Synthetic | Recorded
+class Workload(Protocol):
+    """A dataclass of plain values that decide what each repeat serves."""
+
+    def part(self, repeat: int) -> Part:
+        """What a repeat serves; the same every time."""
+        ...

@@ -1,0 +1,109 @@
+"""Questions over real documents, as a load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from e2e.exactness import MODEL
+from rag_radix_benchmarks import corpus
+from rag_radix_benchmarks.corpus import INSTRUCTION, CorpusQuestions
+from rag_radix_frontend import FaissRetriever, build_index
+
+from rag_radix.errors import ConfigError
+
+TEXTS = {
+    "tea": "Tea\n\nPour hot water over the leaves and wait for three minutes.",
+    "bread": "Bread\n\nKnead flour, water and salt, and bake the dough.",
+    "soup": "Soup\n\nBoil vegetables in water with salt.",
+}
+
+
+class LetterEncoder:
+    """Counts letters."""
+
+    name = "letters"
+    dimensions = 26
+
+    def encode(self, texts):
+        counts = [[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts]
+        vectors = np.array(counts, dtype=np.float32)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    source = tmp_path / "source.jsonl"
+    source.write_text(
+        "".join(json.dumps({"id": id, "text": text}) + "\n" for id, text in TEXTS.items())
+    )
+    build_index(source, tmp_path / "index", LetterEncoder())
+    opened = FaissRetriever.open(tmp_path / "index", encoder=LetterEncoder())
+    monkeypatch.setattr(corpus, "_retriever", lambda index: opened)
+    corpus._questions.cache_clear()
+    return tmp_path / "index"
+
+
+def questions(index: Path, path: Path | None = None, **different: object) -> CorpusQuestions:
+    settings = {"model_path": str(MODEL), "k": 2, "skew": 1.0, "output_tokens": 3}
+    settings |= {"warm_up": 4, "requests": 30, "seed": 1}
+    return CorpusQuestions.open(index, path, **{**settings, **different})
+
+
+def test_documents_stand_where_the_request_says_with_the_same_tokens_everywhere(index):
+    from transformers import AutoTokenizer
+
+    decode = AutoTokenizer.from_pretrained(MODEL).decode
+    part = questions(index).part(0)
+    requests = part.warm_up + part.measured
+    assert (len(part.warm_up), len(part.measured), len(part.prompts)) == (4, 30, 34)
+    tokens_of = {}
+    for request, ids in zip(requests, part.prompts, strict=True):
+        assert request.prompt_tokens == len(ids)
+        assert decode(ids).startswith(INSTRUCTION)
+        assert len(request.documents) == 2
+        for place in request.documents:
+            tokens = ids[place.start : place.end]
+            assert decode(tokens) == TEXTS[place.id] + "\n\n"
+            assert tokens_of.setdefault(place.id, tokens) == tokens
+        assert request.documents[-1].end < len(ids)
+
+
+def test_by_default_the_first_line_of_each_document_is_asked_with_its_number(index):
+    from transformers import AutoTokenizer
+
+    decode = AutoTokenizer.from_pretrained(MODEL).decode
+    part = questions(index, k=1).part(0)
+    asked = [
+        decode(ids[request.documents[-1].end :])
+        for request, ids in zip(part.warm_up + part.measured, part.prompts, strict=True)
+    ]
+    assert all(text.startswith(f"Question {number}: ") for number, text in enumerate(asked))
+    lines = {text.partition(": ")[2].partition("\n")[0] for text in asked}
+    assert lines == {"Tea", "Bread", "Soup"}
+
+
+def test_repeats_differ_and_each_is_the_same_every_time(index):
+    asked = questions(index)
+    assert asked.part(0) == asked.part(0)
+    assert asked.part(0) != asked.part(1)
+
+
+def test_questions_may_come_from_a_file_and_decide_the_digest(index, tmp_path):
+    path = tmp_path / "questions.txt"
+    path.write_text("How long must the leaves wait?\n\n")
+    own, default = questions(index, path), questions(index)
+    assert own.digest != default.digest
+    assert {request.documents for request in own.part(0).measured} != set()
+    assert len({request.documents[0].id for request in own.part(0).measured}) == 1
+
+
+def test_a_file_without_questions_is_refused(index, tmp_path):
+    path = tmp_path / "questions.txt"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="has no questions"):
+        questions(index, path)
+    with pytest.raises(ConfigError, match="can't be read"):
+        questions(index, tmp_path / "missing.txt")
