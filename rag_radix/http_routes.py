@@ -14,6 +14,9 @@ scheduler failed.
 - `GET /rag/pool`: ``{"waiting": n, "max_prefill_bs": m, "accepts": bool}``: how many requests wait,
   and whether a speculation would be admitted now. Of several data-parallel ranks, the one with
   the fewest.
+- `POST /rag/order` ``{"text": ..., "documents": [...]}``: in which order of these texts, behind
+  that one, the longest prefix is cached. Answers ``{"order": [...], "cached_tokens": n}``; see
+  `rag_radix.document_order`. Of several data-parallel ranks, the one that has most.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, HTTPException, Request, Response
 
+from rag_radix import document_order
 from rag_radix.admission import counters
 from rag_radix.errors import RpcError
-from rag_radix.names import POOL_ACTION, PROMOTE_ACTION, STATE_KEY
+from rag_radix.names import ORDER_ACTION, POOL_ACTION, PROMOTE_ACTION, STATE_KEY
 
 STATS_PATH = "/rag/stats"
 PROMOTE_PATH = "/rag/promote"
 POOL_PATH = "/rag/pool"
+ORDER_PATH = "/rag/order"
 
 MAX_RIDS = 1024
 
@@ -71,9 +76,21 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any], call: Call) -
             return _error(500, error)
         return _json(min(ranks, key=lambda rank: rank["waiting"]))
 
+    async def rag_order(request: Request) -> Response:
+        try:
+            question = document_order.parse(await request.body(), tokenizer_manager().tokenizer)
+        except ValueError as error:
+            return _error(400, error)
+        try:
+            ranks = await call(ORDER_ACTION, question)
+        except RpcError as error:
+            return _error(500, error)
+        return _json(max(ranks, key=lambda rank: rank["cached_tokens"]))
+
     app.add_api_route(STATS_PATH, rag_stats, methods=["GET"])
     app.add_api_route(PROMOTE_PATH, rag_promote, methods=["POST"])
     app.add_api_route(POOL_PATH, rag_pool, methods=["GET"])
+    app.add_api_route(ORDER_PATH, rag_order, methods=["POST"])
 
 
 def parse_rids(body: bytes) -> list[str]:

@@ -11,3 +11,6 @@ PROMOTE_ACTION = "promote"
 
 POOL_ACTION = "pool"
 """Asks a scheduler whether it would admit a speculation."""
+
+ORDER_ACTION = "order"
+"""Asks a scheduler in which order of some documents it has most of a prompt cached."""

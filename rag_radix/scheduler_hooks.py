@@ -1,7 +1,8 @@
 """What we add to SGLang's scheduler: all hooks on it, and what it answers to calls.
 
 Every hook does nothing for another cache than ours. What a hook does beyond a line is elsewhere:
-`yielding` lets speculations step aside, `rpc` carries the calls.
+`schedule_policy` orders the waiting queue, `yielding` lets speculations step aside, `rpc` carries
+the calls.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rag_radix import yielding
+from rag_radix import document_order, yielding
 from rag_radix.door import is_applied
 from rag_radix.errors import IncompatibleSGLangError
-from rag_radix.names import POOL_ACTION, PROMOTE_ACTION, STATE_KEY
+from rag_radix.names import ORDER_ACTION, POOL_ACTION, PROMOTE_ACTION, STATE_KEY
 from rag_radix.sglang_compat import surface_problems
 
 _MODULE = "sglang.srt.managers.scheduler"
@@ -111,7 +112,15 @@ def _pool(scheduler: Any, _body: None) -> dict[str, Any]:
     return {"waiting": waiting, "max_prefill_bs": limit, "accepts": waiting < limit}
 
 
-ACTIONS: dict[str, Callable[[Any, Any], Any]] = {PROMOTE_ACTION: _promote, POOL_ACTION: _pool}
+def _order(scheduler: Any, question: dict[str, Any]) -> dict[str, Any]:
+    return document_order.answer(scheduler.tree_cache, question)
+
+
+ACTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    PROMOTE_ACTION: _promote,
+    POOL_ACTION: _pool,
+    ORDER_ACTION: _order,
+}
 
 _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "__init__": ("after", _after_init),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,19 @@ import orjson
 import pytest
 import sglang as sgl
 from e2e.cpu_server import Server, running_server
-from rag_radix_frontend import FaissRetriever, RagEndpoint, annotate, build_index, rag_retrieve
-from rag_radix_frontend.errors import RequestAborted
+from openai import AsyncOpenAI
+from rag_radix_frontend import (
+    FaissRetriever,
+    RagEndpoint,
+    RetrievalReport,
+    Stage,
+    annotate,
+    build_index,
+    chat_retrievals,
+    rag_retrieve,
+    retrieve_and_generate,
+)
+from rag_radix_frontend.errors import RequestAborted, RequestError
 
 pytestmark = [
     pytest.mark.server,
@@ -163,3 +175,95 @@ def test_chat_completions_take_annotated_messages(
     reply = server.post("/v1/chat/completions", body | annotate(messages, documents, strict=True))
     assert reply["choices"][0]["message"]["content"]
     assert server.get("/rag/stats")["device"]["documents"] == 2
+
+
+class Twice:
+    """The other retriever's documents, provisionally and, when the test says so, finally."""
+
+    def __init__(self, retriever: FaissRetriever, *, reverse: bool = False) -> None:
+        self._retriever = retriever
+        self._reverse = reverse
+        self.go_on = threading.Event()
+
+    def retrieve(self, query: str, k: int) -> Iterator[Stage]:
+        (*_, final) = self._retriever.retrieve(query, k)
+        first = final.documents[::-1] if self._reverse else final.documents
+        yield Stage(first, final=False)
+        assert self.go_on.wait(60)
+        yield final
+
+
+@pytest.mark.parametrize("order", ["canonical", "cached_first"])
+def test_documents_in_another_order_are_found_cached(
+    backend: RagEndpoint, retriever: FaissRetriever, order: Any
+) -> None:
+    @sgl.function
+    def ask(s: Any, retriever: Any, order: Any) -> None:
+        s += "Read.\n\n"
+        s += rag_retrieve(retriever, QUESTION, k=3, order=order, speculative=False)
+        s += sgl.gen("answer", max_tokens=4, temperature=0)
+
+    class Reversed:
+        def retrieve(self, query: str, k: int) -> Iterator[Stage]:
+            for documents, final in retriever.retrieve(query, k):
+                yield Stage(documents[::-1], final)
+
+    first = ask.run(retriever=Reversed(), order="canonical", backend=backend)
+    assert first.error() is None
+    again = ask.run(retriever=retriever, order=order, backend=backend)
+    assert again["docs"] == first["docs"]
+    assert cached_tokens(again) >= again.get_meta_info("answer")["prompt_tokens"] - 1
+    other = ask.run(retriever=Reversed(), order="score", backend=backend)
+    if other["docs"] != first["docs"]:
+        assert cached_tokens(other) < cached_tokens(again)
+
+
+def test_the_order_of_malformed_documents_is_refused(server: Server, backend: RagEndpoint) -> None:
+    assert backend.cached_order("Read.", ["a document", "another"]) == [0, 1]
+    with pytest.raises(RequestError, match="none of them empty"):
+        backend.cached_order("Read.", ["a document", ""])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_chat_is_answered_while_its_documents_are_searched(
+    server: Server, retriever: FaissRetriever, stream: bool, reverse: bool
+) -> None:
+    """With `openai`'s client; the guess is right or, with the documents reversed, wrong."""
+
+    def messages(documents: Any) -> list[dict[str, str]]:
+        text = "\n\n".join(document.text for document in documents)
+        return [{"role": "user", "content": f"{text}\n\n{QUESTION}"}]
+
+    async def ask(speculative: bool) -> tuple[str, RetrievalReport]:
+        staged = Twice(retriever, reverse=reverse)
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            task = asyncio.create_task(
+                retrieve_and_generate(
+                    client,
+                    staged,
+                    QUESTION,
+                    messages,
+                    speculative=speculative,
+                    strict=True,
+                    model="default",
+                    max_tokens=8,
+                    temperature=0,
+                    stream=stream,
+                )
+            )
+            async with asyncio.timeout(60):
+                while speculative and not chat_retrievals(client).started:
+                    await asyncio.sleep(0.01)
+            staged.go_on.set()
+            answer = await task
+            if not stream:
+                return answer.completion.choices[0].message.content, answer.retrieval
+            pieces = [chunk.choices[0].delta.content async for chunk in answer.completion]
+            return "".join(piece or "" for piece in pieces), answer.retrieval
+
+    plain, _ = asyncio.run(ask(speculative=False))
+    text, retrieval = asyncio.run(ask(speculative=True))
+    assert plain
+    assert text == plain
+    assert (retrieval.kept, retrieval.cancelled) == ((0, 1) if reverse else (1, 0))
