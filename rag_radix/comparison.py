@@ -1,20 +1,23 @@
 """What a server that takes part in a comparison says of itself, and one cache made for it.
 
 Only where the environment asks for it (`RAG_RADIX_COMPARISON`). SGLang doesn't state which cache
-it built, so its internal state is given what the scheduler really holds; and its older
-`RadixCache`, which it builds for special models alone, can be selected by name.
+it built, so its internal state is given what the scheduler really holds, and the CPU time that
+it has taken to choose batches; and its older `RadixCache`, which it builds for special models
+alone, can be selected by name.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rag_radix.settings import TreeSettings
 
 STATE_KEY = "rag_radix_comparison"
-"""Key of `observed` in the scheduler's internal state."""
+"""Key in the scheduler's internal state: `observed` as `built`, and `scheduling_s`."""
 
 RADIX_CACHE_BACKEND = "sglang-radix-cache"
 """Value of `--radix-cache-backend` that selects SGLang's `RadixCache`."""
@@ -30,8 +33,9 @@ def install() -> None:
     if _SCHEDULER in sys.modules:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        target = f"{_SCHEDULER}.Scheduler.get_internal_state"
-        HookRegistry.register(target, _add_observed, HookType.AFTER)
+        scheduler = f"{_SCHEDULER}.Scheduler"
+        HookRegistry.register(f"{scheduler}.get_internal_state", _add_state, HookType.AFTER)
+        HookRegistry.register(f"{scheduler}.get_next_batch_to_run", _timed, HookType.AROUND)
 
 
 def _radix_cache(ctx: Any) -> Any:
@@ -40,8 +44,29 @@ def _radix_cache(ctx: Any) -> Any:
     return RadixCache(ctx.params)
 
 
-def _add_observed(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    result.internal_state[STATE_KEY] = observed(scheduler)
+def _add_state(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    result.internal_state[STATE_KEY] = {
+        "built": observed(scheduler),
+        "scheduling_s": _scheduling.seconds,
+    }
+
+
+@dataclass
+class _CpuTime:
+    """CPU time of the scheduler's thread in choosing batches, since the process began."""
+
+    seconds: float = 0.0
+
+
+_scheduling = _CpuTime()
+
+
+def _timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    started_s = time.thread_time()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _scheduling.seconds += time.thread_time() - started_s
 
 
 def stated_settings(settings: TreeSettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from rag_radix_benchmarks.facts import ServerFacts, WrongArmError, get_json
+from rag_radix_benchmarks.facts import Counters, ServerFacts, WrongArmError, get_json
 from rag_radix_benchmarks.load import LoadError, Outcome, Run, closed_loop, events, open_loop
 
 RESETS = ("/reset_prefix_cache", "/flush_cache?timeout=10")
@@ -66,8 +66,9 @@ class CompletionServer:
     def closed_loop(self, bodies: Sequence[dict[str, Any]], concurrency: int) -> Run:
         return closed_loop(self.url, self._converted(bodies), concurrency, ask_completion)
 
-    def tree_report(self) -> None:
-        """A peer has no knowledge tree."""
+    def counters(self) -> Counters:
+        """A peer counts nothing that could be read everywhere."""
+        return Counters(scheduling_s=None, tree=None)
 
     def _converted(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return [completion_body(body, self.facts.model) for body in bodies]

@@ -86,19 +86,12 @@ class Experiment:
         server.empty()
         if warm_up:
             server.closed_loop(warm_up, self._setup.running_requests)
-        before = server.tree_report()
+        before = server.counters()
         if isinstance(trial.load, OpenLoop):
             run = server.open_loop(measured, part.due_s(trial.load.requests_per_s))
         else:
             run = server.closed_loop(measured, trial.load.concurrency)
-        after = server.tree_report()
-        moved = None
-        if before is not None and after is not None:
-            moved = {
-                way: after["swap"][f"{way}_bytes"] - before["swap"][f"{way}_bytes"]
-                for way in ("out", "in")
-            }
-        return TrialResult(run, server.facts, moved, after)
+        return TrialResult.of(run, server.facts, before, server.counters())
 
     def _read_vocabulary(self, server: ArmServer) -> list[int]:
         """From the server at hand, or where that is a peer, from another one."""

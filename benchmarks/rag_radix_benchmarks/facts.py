@@ -34,6 +34,20 @@ class ServerFacts:
     built: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Counters:
+    """What a server has counted since it started; None where it doesn't.
+
+    Attributes:
+        scheduling_s: CPU time in choosing batches. What SGLang does there belongs to it: order,
+            matching, eviction, slots, and, where there is no GPU, copies between the tiers.
+        tree: The knowledge tree's `/rag/stats`.
+    """
+
+    scheduling_s: float | None
+    tree: Mapping[str, Any] | None
+
+
 def read_facts(url: str) -> ServerFacts:
     """Ask a server what it is.
 
@@ -41,14 +55,29 @@ def read_facts(url: str) -> ServerFacts:
         WrongArmError: It can't be asked, or doesn't say what cache it built.
     """
     info = get_json(f"{url}/server_info")
-    built = info["internal_states"][0].get(STATE_KEY)
-    if built is None:
+    backend = info["prefill_attention_backend"] or info["attention_backend"]
+    return ServerFacts(info["model_path"], backend, _state(info, url)["built"])
+
+
+def read_counters(url: str) -> Counters:
+    """Ask a server what it has counted.
+
+    Raises:
+        WrongArmError: As of `read_facts`.
+    """
+    state = _state(get_json(f"{url}/server_info"), url)
+    has_tree = state["built"]["cache"] == "KnowledgeTree"
+    return Counters(state["scheduling_s"], read_tree_report(url) if has_tree else None)
+
+
+def _state(info: Mapping[str, Any], url: str) -> dict[str, Any]:
+    state: dict[str, Any] | None = info["internal_states"][0].get(STATE_KEY)
+    if state is None:
         raise WrongArmError(
             f"{url} doesn't say which cache it built: start it with {COMPARISON.name}=1 in its "
             "environment, where rag-radix is installed"
         )
-    backend = info["prefill_attention_backend"] or info["attention_backend"]
-    return ServerFacts(info["model_path"], backend, built)
+    return state
 
 
 def read_tree_report(url: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Cell:
         return [result.run for result in self.results]
 
     def figures(self, parts: Sequence[Part], limits: Limits) -> dict[str, Any]:
-        """Times in seconds over the requests of all repeats, tokens and bytes a request."""
+        """Times in seconds over all repeats; tokens, bytes and scheduling a request."""
         runs = self.runs
         found = [documents_found(part, run) for part, run in zip(parts, runs, strict=True)]
         outcomes = [outcome for run in runs for outcome in run.outcomes]
@@ -52,9 +52,16 @@ class Cell:
             / max(sum(each.documents for each in found), 1),
             "recomputed_tokens": (prompt_tokens - device_tokens - host_tokens) / requests,
             "share_of_bound": limits.share_reached(runs),
+            "scheduling_s": self._scheduling_s(requests),
             "moved_bytes": self._moved(requests),
             "client_late_share": late_share(runs),
         }
+
+    def _scheduling_s(self, requests: int) -> float | None:
+        seconds = [result.scheduling_s for result in self.results]
+        if any(each is None for each in seconds):
+            return None
+        return math.fsum(each for each in seconds if each) / requests
 
     def _moved(self, requests: int) -> dict[str, float] | None:
         moved = [result.moved for result in self.results]

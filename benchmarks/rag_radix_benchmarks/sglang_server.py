@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rag_radix.profile.server import ProfiledServer
-from rag_radix_benchmarks.facts import ServerFacts, read_facts, read_tree_report
+from rag_radix_benchmarks.facts import Counters, ServerFacts, read_counters, read_facts
 from rag_radix_benchmarks.load import Run, closed_loop, open_loop
 
 
@@ -47,8 +47,6 @@ class SGLangServer:
         """Token ids that prompts are made of."""
         return ProfiledServer(self.url).vocabulary()
 
-    def tree_report(self) -> dict[str, Any] | None:
-        """Its knowledge tree's report, if it has one."""
-        if self.facts.built["cache"] != "KnowledgeTree":
-            return None
-        return read_tree_report(self.url)
+    def counters(self) -> Counters:
+        """What it has counted up to now."""
+        return read_counters(self.url)

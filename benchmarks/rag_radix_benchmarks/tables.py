@@ -23,6 +23,7 @@ FIGURES = [
     "documents",
     "recomputed",
     "of bound",
+    "sched. ms",
 ]
 THROUGHPUT = ["arm", "requests/s", "limit s", "reference ÷ arm"]
 RATIOS = ["arm ÷ reference", "mean TTFT", "p50", "p90", "p99", "mean latency"]
@@ -32,11 +33,12 @@ def figure_rows(by_arm: Mapping[str, Any]) -> Rows:
     """One row an arm, in the columns of `FIGURES`.
 
     Hit rates are of all tokens, `documents` that of the tokens in documents alone; `recomputed`
-    is tokens a request.
+    is tokens a request and `sched. ms` CPU time of its scheduler, in choosing batches.
     """
     rows = []
     for arm, figures in by_arm.items():
         ttft, tpot, share = figures["ttft_s"], figures["tpot_s"], figures["share_of_bound"]
+        scheduling_s = figures["scheduling_s"]
         rows.append(
             [
                 arm,
@@ -47,6 +49,7 @@ def figure_rows(by_arm: Mapping[str, Any]) -> Rows:
                 *(f"{figures[name]:.1%}" for name in _HIT_RATES),
                 f"{figures['recomputed_tokens']:,.0f}",
                 "-" if share is None else f"{share:.2f}",
+                "-" if scheduling_s is None else f"{1e3 * scheduling_s:.1f}",
             ]
         )
     return rows

@@ -12,7 +12,7 @@ import orjson
 
 from rag_radix.errors import ConfigError
 from rag_radix_benchmarks.arms import Arm
-from rag_radix_benchmarks.facts import ServerFacts
+from rag_radix_benchmarks.facts import Counters, ServerFacts
 from rag_radix_benchmarks.load import Outcome, Run
 from rag_radix_benchmarks.setup import Setup
 from rag_radix_benchmarks.workload import Workload
@@ -75,14 +75,29 @@ class TrialResult:
     Attributes:
         run: The measured requests.
         facts: What the server said of itself.
+        scheduling_s: CPU time that it took to choose batches meanwhile, where it tells.
         moved: Of the knowledge tree, bytes copied to host (`out`) and back (`in`) meanwhile.
         tree: Its `/rag/stats` at the end.
     """
 
     run: Run
     facts: ServerFacts
+    scheduling_s: float | None = None
     moved: Mapping[str, int] | None = None
     tree: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, run: Run, facts: ServerFacts, before: Counters, after: Counters) -> TrialResult:
+        """A run with what a server counted during it."""
+        scheduling_s, moved = None, None
+        if before.scheduling_s is not None and after.scheduling_s is not None:
+            scheduling_s = after.scheduling_s - before.scheduling_s
+        if before.tree is not None and after.tree is not None:
+            moved = {
+                way: after.tree["swap"][f"{way}_bytes"] - before.tree["swap"][f"{way}_bytes"]
+                for way in ("out", "in")
+            }
+        return cls(run, facts, scheduling_s, moved, after.tree)
 
 
 class TrialStore:
@@ -137,6 +152,7 @@ def _parse(fields: dict[str, Any]) -> TrialResult:
     return TrialResult(
         run=Run(outcomes, tuple(run["due_s"]), run["seconds"]),
         facts=ServerFacts(**fields["facts"]),
+        scheduling_s=fields["scheduling_s"],
         moved=fields["moved"],
         tree=fields["tree"],
     )

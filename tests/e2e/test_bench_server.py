@@ -62,6 +62,7 @@ def test_two_arms_are_compared_and_a_second_run_measures_nothing(
         assert 0 < figures["document_hit_rate"] < figures["token_hit_rate"] < 1
     assert by_arm["stock-lru"]["host_hit_rate"] == 0
     assert by_arm["knowledge-tree"]["moved_bytes"]["out"] > 0
+    assert all(figures["scheduling_s"] > 0 for figures in by_arm.values())
     ratio = ratios["stock-lru"]["mean_ttft"]
     assert ratio["low"] < ratio["value"] < ratio["high"]
     # The model computes in 32 bits, where a cached prefix changes no token.

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from rag_radix_benchmarks.arms import STOCK_ARMS
-from rag_radix_benchmarks.trials import ClosedLoop, OpenLoop, Trial, TrialStore
+from rag_radix_benchmarks.facts import Counters
+from rag_radix_benchmarks.trials import ClosedLoop, OpenLoop, Trial, TrialResult, TrialStore
 from unit.benchmarks.comparison_data import SETUP, WORKLOAD, result_of
 
 from rag_radix.errors import ConfigError
@@ -69,3 +70,19 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="can't be kept"):
         TrialStore(tmp_path / "missing" / "runs.jsonl")
+
+
+def test_what_a_server_counted_during_a_run_is_a_difference():
+    before = Counters(1.5, {"swap": {"out_bytes": 100, "in_bytes": 10}})
+    after = Counters(1.75, {"swap": {"out_bytes": 300, "in_bytes": 10}})
+    known = result_of(LRU, 0.25)
+    result = TrialResult.of(known.run, known.facts, before, after)
+    assert result.scheduling_s == pytest.approx(0.25)
+    assert result.moved == {"out": 200, "in": 0}
+    assert result.tree == after.tree
+
+
+def test_a_server_that_counts_nothing_has_no_differences():
+    known = result_of(LRU, 0.25)
+    nothing = Counters(None, None)
+    assert TrialResult.of(known.run, known.facts, nothing, nothing) == known
