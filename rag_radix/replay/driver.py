@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rag_radix.cached_prefix import CachedPrefix, PrefixTracker
 from rag_radix.cost_model import PrefillCostTable
@@ -14,6 +14,9 @@ from rag_radix.errors import ConfigError
 from rag_radix.replay.prompts import PromptTokens, ReplayPrompt
 from rag_radix.replay.server import replay_context
 from rag_radix.replay.trace import TraceRequest
+
+if TYPE_CHECKING:
+    from rag_radix.waiting_queue import WaitingQueue
 
 # SGLang's row for a request's slots; there is one request at a time.
 _ROW = 1
@@ -29,6 +32,7 @@ class Outcome:
 
     Attributes:
         prompt_tokens: Its length.
+        documents: Documents in it.
         device_hit_tokens: Tokens that were on the device.
         host_hit_tokens: Tokens that were loaded back from host.
         document_hit_tokens: Tokens of documents among both.
@@ -37,6 +41,7 @@ class Outcome:
     """
 
     prompt_tokens: int
+    documents: int
     device_hit_tokens: int
     host_hit_tokens: int
     document_hit_tokens: int
@@ -90,13 +95,17 @@ class Replayer:
         # Where our tree sees the scheduler's queue; SGLang's own doesn't look.
         tree.waiting = lambda: (arrival.req for arrival in self._waiting)
 
-    def run(self, requests: Iterable[TraceRequest], queue: int = 0) -> Iterator[Outcome]:
-        """Serve `requests` in order; an outcome for each.
+    def run(
+        self, requests: Iterable[TraceRequest], queue: int = 0, order: WaitingQueue | None = None
+    ) -> Iterator[Outcome]:
+        """Serve all `requests`; an outcome for each, as they are served.
 
         Args:
             requests: The trace.
             queue: How many of the requests that come next are in the waiting queue while one
-                is served, for policies that look there.
+                is served, for policies that look there and for `order`.
+            order: Says which of those is next, over the tree of this replayer; the oldest is
+                without it.
 
         Raises:
             ConfigError: The device tier is too small for a request.
@@ -104,9 +113,18 @@ class Replayer:
         for request in requests:
             self._waiting.append(self._arrive(request))
             if len(self._waiting) > queue:
-                yield self._serve(self._waiting.popleft())
+                yield self._serve(self._next(order))
         while self._waiting:
-            yield self._serve(self._waiting.popleft())
+            yield self._serve(self._next(order))
+
+    def _next(self, order: WaitingQueue | None) -> _Arrival:
+        if order is None:
+            return self._waiting.popleft()
+        req, *others = order.arrange([arrival.req for arrival in self._waiting])
+        order.serve(req)
+        arrivals = {arrival.req: arrival for arrival in self._waiting}
+        self._waiting = deque(arrivals[each] for each in others)
+        return arrivals[req]
 
     def serve(self, request: TraceRequest) -> Outcome:
         """One request from match to release.
@@ -230,6 +248,7 @@ class Replayer:
             hit_documents += document.end // self.page_tokens * self.page_tokens <= hit
         return Outcome(
             request.prompt_tokens,
+            len(request.documents),
             device_hit * grain,
             host_hit * grain,
             document_hit,

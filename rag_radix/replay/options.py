@@ -18,6 +18,7 @@ from rag_radix.replay.reference_cost import KV_BYTES_PER_TOKEN, a10g_mistral_cos
 from rag_radix.replay.runs import PolicyVariant
 from rag_radix.replay.trace import TraceRequest, read_trace
 from rag_radix.replay.workloads import WORKLOADS, generate
+from rag_radix.settings import DEFAULT_REORDER_WINDOW
 
 DEFAULT_REQUESTS = 20_000
 # What is replayed before anything is counted.
@@ -63,7 +64,19 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=0,
         metavar="N",
-        help="requests that wait while one is served, which some policies look at (0)",
+        help="requests that wait while one is served: some policies look there, and --reorder (0)",
+    )
+    parser.add_argument(
+        "--reorder",
+        action="store_true",
+        help="serve those that wait in the order of reuse, not as they come",
+    )
+    parser.add_argument(
+        "--reorder-window",
+        type=_positive,
+        default=DEFAULT_REORDER_WINDOW,
+        metavar="W",
+        help=f"how many younger requests may be served before one ({DEFAULT_REORDER_WINDOW})",
     )
     parser.add_argument(
         "--cost-table",

@@ -169,6 +169,7 @@ def _run(options: argparse.Namespace) -> None:
         kv_bytes_per_token=options.kv_bytes_per_token,
         cost=cost_of(options),
         queue=options.queue,
+        reorder_window=options.reorder_window if options.reorder else 0,
     )
     device_sizes, host_sizes = default_sizes(requests, options.page_size)
     if options.gpu_tokens:

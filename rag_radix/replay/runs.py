@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rag_radix.cost_model import PrefillCostTable
+from rag_radix.reordering import load_share
 from rag_radix.replay.driver import Outcome, Replayer, knowledge_tree_replayer
 from rag_radix.replay.reference_cost import (
     KV_BYTES_PER_TOKEN,
@@ -15,6 +16,9 @@ from rag_radix.replay.reference_cost import (
     a10g_mistral_cost_table,
 )
 from rag_radix.replay.trace import TraceRequest
+
+if TYPE_CHECKING:
+    from rag_radix.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class ReplayServer:
         pcie_bytes_per_s: Rate at which KV is loaded back.
         cost: Prefill cost.
         queue: Requests that wait while one is served.
+        reorder_window: How many younger ones may be served before one of them; 0 serves them as
+            they come. A policy's own `reorder_window` comes before this one.
     """
 
     device_tokens: int
@@ -40,6 +46,7 @@ class ReplayServer:
     pcie_bytes_per_s: float = PCIE_BYTES_PER_S
     cost: PrefillCostTable = field(default_factory=a10g_mistral_cost_table)
     queue: int = 0
+    reorder_window: int = 0
 
     @property
     def load_s_per_token(self) -> float:
@@ -130,7 +137,7 @@ def replay(
     started = time.process_time()
     with knowledge_tree_replayer(
         variant.policy,
-        variant.config,
+        {"reorder_window": server.reorder_window, **variant.config},
         device_tokens=server.device_tokens,
         host_tokens=server.host_tokens,
         longest_request_tokens=longest,
@@ -139,21 +146,25 @@ def replay(
         granularity=server.granularity,
     ) as replayer:
         arranged = requests if arrange is None else (arrange(replayer, each) for each in requests)
-        for outcome in replayer.run(arranged, server.queue):
+        for outcome in replayer.run(arranged, server.queue, _order(replayer, server)):
             outcomes.append(outcome)
             if len(outcomes) == warm_up:
                 started = time.process_time()
             on_request()
     replay_s = time.process_time() - started
-    return _totals(requests[warm_up:], outcomes[warm_up:], server, replay_s)
+    return _totals(outcomes[warm_up:], server, replay_s)
 
 
-def _totals(
-    requests: Sequence[TraceRequest],
-    outcomes: Sequence[Outcome],
-    server: ReplayServer,
-    replay_s: float,
-) -> ReplayTotals:
+def _order(replayer: Replayer, server: ReplayServer) -> WaitingQueue | None:
+    from rag_radix.waiting_queue import WaitingQueue
+
+    window = replayer.tree.settings.reorder_window
+    if window == 0:
+        return None
+    return WaitingQueue(replayer.tree, window, load_share(server.cost, server.load_s_per_token))
+
+
+def _totals(outcomes: Sequence[Outcome], server: ReplayServer, replay_s: float) -> ReplayTotals:
     host_hit_tokens = sum(outcome.host_hit_tokens for outcome in outcomes)
     prefill_s = sum(
         server.cost(outcome.hit_tokens, outcome.prompt_tokens - outcome.hit_tokens)
@@ -162,7 +173,7 @@ def _totals(
     return ReplayTotals(
         requests=len(outcomes),
         prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
-        documents=sum(len(request.documents) for request in requests),
+        documents=sum(outcome.documents for outcome in outcomes),
         device_hit_tokens=sum(outcome.device_hit_tokens for outcome in outcomes),
         host_hit_tokens=host_hit_tokens,
         document_hit_tokens=sum(outcome.document_hit_tokens for outcome in outcomes),

@@ -171,6 +171,7 @@ def _run(options: argparse.Namespace) -> None:
         kv_bytes_per_token=options.kv_bytes_per_token,
         cost=cost_of(options),
         queue=options.queue,
+        reorder_window=options.reorder_window if options.reorder else 0,
     )
     seeds = [options.seed]
     if options.seeds and not options.workload:
@@ -205,10 +206,13 @@ def _title(
     source = str(options.trace or f"{options.workload}, k = {options.k}")
     if options.workload:
         source += f", seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    queue = f", {server.queue} in the queue" if server.queue else ""
+    if server.reorder_window:
+        queue += f", reordered within a window of {server.reorder_window}"
     return (
         f"{source}: {requests - warm_up:,} requests after {warm_up:,} of warm-up, device "
         f"{server.device_tokens:,} tokens, host {server.host_tokens:,} tokens "
-        f"({options.host_gib:g} GiB), page {server.page_size}"
+        f"({options.host_gib:g} GiB), page {server.page_size}{queue}"
     )
 
 

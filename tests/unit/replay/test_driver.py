@@ -17,6 +17,7 @@ from rag_radix.replay.runs import PolicyVariant, ReplayServer, replay
 from rag_radix.replay.server import replay_context
 from rag_radix.replay.trace import TraceDocument, TraceRequest
 from rag_radix.replay.workloads import generate
+from rag_radix.waiting_queue import WaitingQueue
 
 COST = a10g_mistral_cost_table()
 
@@ -188,3 +189,27 @@ def test_costs_in_slots_are_the_costs_of_their_tokens():
     for cached, new in ((0, 512), (1024, 2048), (4096, 512), (4096, 16_384)):
         assert slots(cached // 16, new // 16) == pytest.approx(COST(cached, new))
     assert slots(100, 50) == pytest.approx(COST(1600, 800), rel=1e-3)
+
+
+def test_two_documents_in_turn_with_room_for_one_are_found_two_times_in_three():
+    """The first example of RAGCache's section on cache-aware reordering."""
+    trace = [request(name, tokens=160, system=0) for name in "ababab"]
+
+    def hit_documents(window: int) -> int:
+        # Room for a document, its question and SGLang's spare page, but not for two documents.
+        with replayer(device=256) as it:
+            order = WaitingQueue(it.tree, window, load_share=0.0) if window else None
+            return sum(outcome.hit_documents for outcome in it.run(trace, 5, order))
+
+    assert hit_documents(window=0) == 0
+    assert hit_documents(window=32) == 4
+
+
+def test_reordering_serves_everybody_and_nobody_later_than_the_window_allows():
+    trace = small_trace(200)
+    with replayer(device=2048, host=4096) as it:
+        order = WaitingQueue(it.tree, 4, load_share=0.1)
+        outcomes = list(it.run(trace, 40, order))
+        lengths = sorted(outcome.prompt_tokens for outcome in outcomes)
+        assert lengths == sorted(each.prompt_tokens for each in trace)
+        assert order.report()["most_overtakings"] == 4

@@ -186,3 +186,14 @@ def test_what_a_replay_cannot_do_is_refused(arguments, said, tmp_path, capsys):
     assert main(["simulate", "--trace", str(path), "--gpu-tokens", "1000", *arguments]) == 2
     assert said in capsys.readouterr().err
     assert path.read_text() == ""
+
+
+def test_reordering_finds_more_of_a_long_queue(capsys):
+    arguments = ["simulate", "--workload", "mmlu-hot", *SMALL, "--queue", "60", "--json"]
+    policies = ["--policy", "pgdsf,pgdsf:reorder_window=0"]
+    assert main([*arguments, *policies, "--reorder", "--reorder-window", "16"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("60 in the queue, reordered within a window of 16")
+    found = orjson.loads(last)
+    rates = [found[label]["token_hit_rate"] for label in ("pgdsf", "pgdsf:reorder_window=0")]
+    assert rates[0] > rates[1]
