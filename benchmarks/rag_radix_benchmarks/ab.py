@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rag_radix_benchmarks.ab_options import Plan, add_options
@@ -24,7 +24,7 @@ from rag_radix_benchmarks.figures import environment
 from rag_radix_benchmarks.limits import Limits, prefill_cost
 from rag_radix_benchmarks.progress import Remaining, progress
 from rag_radix_benchmarks.report import as_text, write
-from rag_radix_benchmarks.results import Cell, Comparison, ratios
+from rag_radix_benchmarks.results import Cell, Cells, Comparison, agreements, ratios
 from rag_radix_benchmarks.servers import Servers
 from rag_radix_benchmarks.throughputs import search_throughputs
 from rag_radix_benchmarks.trials import ClosedLoop, Load, OpenLoop, TrialResult, TrialStore
@@ -53,7 +53,6 @@ def run(options: argparse.Namespace) -> None:
     repeats = len(next(iter(next(iter(cells.values())).values())).results)
     parts = [plan.workload.part(repeat) for repeat in range(repeats)]
     comparison = Comparison(cells, plan.reference.name, parts, Limits.of(parts, plan.setup, cost))
-    check_same_model(plan.reference.name, comparison.agreements())
     report = {
         "benchmark": "ab",
         **comparison.as_json(),
@@ -85,10 +84,12 @@ def _loads(plan: Plan, experiment: Experiment) -> tuple[dict[str, Load], float |
     return loads | {str(load): load for load in each}, capacity
 
 
-def _measure(
-    plan: Plan, experiment: Experiment, loads: dict[str, Load]
-) -> dict[str, dict[str, Cell]]:
-    """All loads and arms, repeated as often as asked for or until the intervals are narrow."""
+def _measure(plan: Plan, experiment: Experiment, loads: dict[str, Load]) -> Cells:
+    """All loads and arms, repeated as often as asked for or until the intervals are narrow.
+
+    Raises:
+        WrongArmError: An arm answers as another model would.
+    """
     results: dict[str, dict[str, list[TrialResult]]] = {
         label: {arm.name: [] for arm in plan.arms} for label in loads
     }
@@ -103,14 +104,13 @@ def _measure(
             label: {arm: Cell(tuple(of_arm)) for arm, of_arm in by_arm.items()}
             for label, by_arm in results.items()
         }
+        check_same_model(plan.reference.name, agreements(cells, plan.reference.name))
         if repeat + 1 >= plan.repeats and is_precise(cells, plan.reference.name, plan.precision):
             break
     return cells
 
 
-def is_precise(
-    cells: Mapping[str, Mapping[str, Cell]], reference: str, precision: float | None
-) -> bool:
+def is_precise(cells: Cells, reference: str, precision: float | None) -> bool:
     """Whether every ratio of mean TTFT is known to within a part of itself, if that is asked."""
     if precision is None:
         return True

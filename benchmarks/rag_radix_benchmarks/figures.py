@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import statistics
@@ -32,7 +33,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def environment() -> dict[str, Any]:
     """Versions, hardware and the checkout's commit, for a report."""
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("sglang", "torch", "rag-radix")},
@@ -45,7 +46,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
+@functools.cache
+def commit() -> str | None:
     """Of the checkout that this runs from, with a + if files differ from it; None for a wheel."""
     here = Path(__file__).parent
 

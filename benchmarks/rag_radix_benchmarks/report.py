@@ -70,6 +70,8 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
                     f"{arm} at {load} moved {moved['out'] / 2**20:.2f} MiB a request to host and "
                     f"{moved['in'] / 2**20:.2f} MiB back."
                 )
+    if len(report["commits"]) > 1:
+        yield f"These are runs of several commits: {', '.join(map(str, report['commits']))}."
     if not report["client_kept_up"]:
         yield "The client didn't keep up: these times are partly its own."
 
@@ -93,7 +95,7 @@ def as_markdown(report: Mapping[str, Any], charts: Mapping[str, str]) -> str:
         "# A/B comparison",
         f"`{report['config']['model_path']}` on {hardware['cores']} cores of "
         f"{hardware['processor'] or 'an unnamed processor'}; {versions}; commit "
-        f"{report['commit'] or 'unknown'}. Times are seconds, over "
+        f"{', '.join(each or 'unknown' for each in report['commits'])}. Times are seconds, over "
         f"{report['config']['repeats']} repeats; intervals are of 95% confidence.",
         f"```\nrag-radix {' '.join(map(shlex.quote, report['command']))}\n```",
     ]

@@ -124,32 +124,48 @@ def ratios(cell: Cell, reference: Cell) -> dict[str, Any]:
     }
 
 
+Cells = Mapping[str, Mapping[str, Cell]]
+"""By load and arm; every load has the same arms."""
+
+
+def agreements(cells: Cells, reference: str) -> dict[str, Agreement]:
+    """By arm, its answers beside those of the reference, over all loads."""
+    arms = [arm for arm in next(iter(cells.values())) if arm != reference]
+    return {
+        arm: agreement(
+            [run for by_arm in cells.values() for run in by_arm[arm].runs],
+            [run for by_arm in cells.values() for run in by_arm[reference].runs],
+        )
+        for arm in arms
+    }
+
+
+def commits(cells: Cells) -> list[str | None]:
+    """Those that the runs were measured with."""
+    found = {
+        result.commit
+        for by_arm in cells.values()
+        for cell in by_arm.values()
+        for result in cell.results
+    }
+    return sorted(found, key=str)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """All finished trials of a comparison.
 
     Attributes:
-        cells: By load and arm; every load has the same arms.
+        cells: The trials.
         reference: The arm that the others are divided by.
         parts: What the repeats served.
         limits: What the best cache could do.
     """
 
-    cells: Mapping[str, Mapping[str, Cell]]
+    cells: Cells
     reference: str
     parts: Sequence[Part]
     limits: Limits
-
-    def agreements(self) -> dict[str, Agreement]:
-        """By arm, its answers beside those of the reference, over all loads."""
-        arms = [arm for arm in next(iter(self.cells.values())) if arm != self.reference]
-        return {
-            arm: agreement(
-                [run for cells in self.cells.values() for run in cells[arm].runs],
-                [run for cells in self.cells.values() for run in cells[self.reference].runs],
-            )
-            for arm in arms
-        }
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: figures by load and arm, ratios to the reference, the bound, answers."""
@@ -157,6 +173,7 @@ class Comparison:
             load: {arm: cell.figures(self.parts, self.limits) for arm, cell in cells.items()}
             for load, cells in self.cells.items()
         }
+        answers = agreements(self.cells, self.reference)
         late = max(
             of_arm["client_late_share"] for by_arm in figures.values() for of_arm in by_arm.values()
         )
@@ -175,7 +192,8 @@ class Comparison:
                 "document_hit_rate": self.limits.document_hit_rate,
                 "saved_share": self.limits.saved_share,
             },
-            "answers": {arm: asdict(each) for arm, each in self.agreements().items()},
+            "answers": {arm: asdict(each) for arm, each in answers.items()},
+            "commits": commits(self.cells),
             "client_kept_up": late <= LATE_SHARE_LIMIT,
             "servers": {
                 arm: asdict(cell.results[-1].facts)

@@ -13,6 +13,7 @@ import orjson
 from rag_radix.errors import ConfigError
 from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.facts import Counters, ServerFacts
+from rag_radix_benchmarks.figures import commit
 from rag_radix_benchmarks.load import Outcome, Run
 from rag_radix_benchmarks.setup import Setup
 from rag_radix_benchmarks.workload import Workload
@@ -75,6 +76,7 @@ class TrialResult:
     Attributes:
         run: The measured requests.
         facts: What the server said of itself.
+        commit: Of the checkout that it was measured with; see `rag_radix_benchmarks.figures`.
         scheduling_s: CPU time that it took to choose batches meanwhile, where it tells.
         moved: Of the knowledge tree, bytes copied to host (`out`) and back (`in`) meanwhile.
         tree: Its `/rag/stats` at the end.
@@ -82,6 +84,7 @@ class TrialResult:
 
     run: Run
     facts: ServerFacts
+    commit: str | None = None
     scheduling_s: float | None = None
     moved: Mapping[str, int] | None = None
     tree: Mapping[str, Any] | None = None
@@ -97,7 +100,7 @@ class TrialResult:
                 way: after.tree["swap"][f"{way}_bytes"] - before.tree["swap"][f"{way}_bytes"]
                 for way in ("out", "in")
             }
-        return cls(run, facts, scheduling_s, moved, after.tree)
+        return cls(run, facts, commit(), scheduling_s, moved, after.tree)
 
 
 class TrialStore:
@@ -152,6 +155,7 @@ def _parse(fields: dict[str, Any]) -> TrialResult:
     return TrialResult(
         run=Run(outcomes, tuple(run["due_s"]), run["seconds"]),
         facts=ServerFacts(**fields["facts"]),
+        commit=fields["commit"],
         scheduling_s=fields["scheduling_s"],
         moved=fields["moved"],
         tree=fields["tree"],

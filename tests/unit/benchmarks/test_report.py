@@ -36,7 +36,7 @@ def report():
     return {
         **Comparison(cells, "stock-hicache", parts, limits).as_json(),
         "throughput": Throughputs(found, found).as_json("stock-hicache"),
-        "commit": "c0ffee",
+        "commits": ["c0ffee"],
         "versions": {"sglang": "0.5.23"},
         "hardware": {"cores": 2, "processor": "a processor"},
         "config": {
@@ -55,6 +55,11 @@ def test_every_arm_and_ratio_is_on_the_terminal(report):
     assert "2.00 (2.00..2.00)" in text
     assert "4.00 (4.00..4.00)" in text
     assert "0 of 20 answers of no-cache differ" in text
+
+
+def test_runs_of_several_commits_are_said_to_be(report):
+    assert "several commits" not in as_text(report)
+    assert "several commits: c0ffee, None" in as_text({**report, "commits": ["c0ffee", None]})
 
 
 def test_throughput_is_the_reference_by_the_arm(report):
