@@ -54,19 +54,18 @@ def _times(report: Mapping[str, Any]) -> Any:
     for number, arm in enumerate(arms):
         places = [place + (number - (len(arms) - 1) / 2) * width for place in range(len(loads))]
         ttft = [by_arm[arm]["ttft_s"] for by_arm in loads.values()]
-        bars = axis.bar(places, [each["mean"] for each in ttft], width, label=arm)
-        axis.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
-        axis.plot(places, [each["p90"] for each in ttft], "k_", label=None)
+        axis.bar(places, [each["mean"] for each in ttft], width, label=arm)
+        axis.plot(places, [each["p90"] for each in ttft], "k_", markersize=14)
     axis.set_xticks(range(len(loads)), [load.replace(", ", "\n") for load in loads])
     axis.set_ylabel("s, mean; dash: 90th percentile")
-    axis.legend(fontsize=8)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8)
     return figure
 
 
 def _hit_rates(report: Mapping[str, Any]) -> Any:
     """Tokens by tier, of the last load; the bound counts tokens in documents alone."""
     by_arm = list(report["loads"].values())[-1]
-    figure, axis = _figure(8, 1.2 + 0.45 * len(by_arm))
+    figure, axis = _figure(8, 1.6 + 0.45 * len(by_arm))
     device = [100 * figures["device_hit_rate"] for figures in by_arm.values()]
     host = [100 * figures["host_hit_rate"] for figures in by_arm.values()]
     documents = [100 * figures["document_hit_rate"] for figures in by_arm.values()]
@@ -77,7 +76,8 @@ def _hit_rates(report: Mapping[str, Any]) -> Any:
     axis.axvline(bound, color="black", linestyle="--", label="bound, in documents")
     axis.invert_yaxis()
     axis.set_xlabel("% of all tokens of the prompts")
-    axis.legend(fontsize=8)
+    axis.set_xlim(left=0)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
     return figure
 
 
@@ -95,8 +95,9 @@ def _ratios(report: Mapping[str, Any]) -> Any:
         axis.plot(ratio["value"], place, "ko")
     axis.axvline(1, color="black", linestyle="--")
     axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    axis.margins(y=0.5 / len(rows))
+    axis.grid(axis="x", alpha=0.3)
     axis.invert_yaxis()
-    axis.set_xscale("log")
     axis.set_xlabel(f"mean TTFT over that of {report['reference']}; above 1, that is faster")
     return figure
 

@@ -11,15 +11,17 @@ from typing import Any
 
 from rag_radix_benchmarks.charts import draw
 from rag_radix_benchmarks.tables import (
-    FIGURES,
+    CACHE,
     RATIOS,
     THROUGHPUT,
+    TIMES,
     Rows,
-    figure_rows,
+    cache_rows,
     markdown,
     plain,
     ratio_rows,
     throughput_rows,
+    time_rows,
 )
 
 _LIMITS = {
@@ -40,9 +42,10 @@ class Section:
 def sections(report: Mapping[str, Any]) -> Iterator[Section]:
     """The tables of a report."""
     for load, by_arm in report["loads"].items():
-        yield Section(load, FIGURES, figure_rows(by_arm))
-        title = f"Ratios to {report['reference']}, which is faster where they are above 1"
+        yield Section(f"Times at {load}", TIMES, time_rows(by_arm))
+        title = f"Ratios to {report['reference']} at {load}; above 1, that is faster"
         yield Section(title, RATIOS, ratio_rows(report["ratios"][load]))
+        yield Section(f"Cache at {load}", CACHE, cache_rows(by_arm))
     for limit, by_arm in (report["throughput"] or {}).items():
         if by_arm is not None:
             title = f"Throughput: highest rate with a mean TTFT under 5 times {_LIMITS[limit]}"
@@ -62,14 +65,6 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
             f"{answers['different']} of {answers['compared']} answers of {arm} differ from those "
             f"of {report['reference']}, {answers['first_tokens_different']} in the first token."
         )
-    for load, by_arm in report["loads"].items():
-        for arm, figures in by_arm.items():
-            moved = figures["moved_bytes"]
-            if moved is not None:
-                yield (
-                    f"{arm} at {load} moved {moved['out'] / 2**20:.2f} MiB a request to host and "
-                    f"{moved['in'] / 2**20:.2f} MiB back."
-                )
     if len(report["commits"]) > 1:
         yield f"These are runs of several commits: {', '.join(map(str, report['commits']))}."
     if not report["client_kept_up"]:

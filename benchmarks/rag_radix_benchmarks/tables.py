@@ -8,54 +8,65 @@ from typing import Any
 
 Rows = list[list[str]]
 
-FIGURES = [
-    "arm",
-    "TTFT mean",
-    "p50",
-    "p90",
-    "p99 s",
-    "TPOT ms",
-    "latency s",
-    "requests/s",
-    "hit rate",
-    "device",
-    "host",
-    "documents",
-    "recomputed",
-    "of bound",
-    "sched. ms",
+TIMES = [
+    *("arm", "TTFT mean, s", "p50", "p90", "p99"),
+    *("TPOT, ms", "latency, s", "requests/s", "scheduling, ms"),
+]
+CACHE = [
+    *("arm", "tokens found", "on device", "on host", "in documents", "documents found"),
+    *("recomputed", "of bound", "MiB out", "MiB in"),
 ]
 THROUGHPUT = ["arm", "requests/s", "limit s", "reference ÷ arm"]
 RATIOS = ["arm ÷ reference", "mean TTFT", "p50", "p90", "p99", "mean latency"]
 
 
-def figure_rows(by_arm: Mapping[str, Any]) -> Rows:
-    """One row an arm, in the columns of `FIGURES`.
-
-    Hit rates are of all tokens, `documents` that of the tokens in documents alone; `recomputed`
-    is tokens a request and `sched. ms` CPU time of its scheduler, in choosing batches.
-    """
+def time_rows(by_arm: Mapping[str, Any]) -> Rows:
+    """One row an arm, in the columns of `TIMES`; scheduling is CPU time a request."""
     rows = []
     for arm, figures in by_arm.items():
-        ttft, tpot, share = figures["ttft_s"], figures["tpot_s"], figures["share_of_bound"]
-        scheduling_s = figures["scheduling_s"]
+        ttft, tpot = figures["ttft_s"], figures["tpot_s"]
         rows.append(
             [
                 arm,
                 *(f"{ttft[name]:.3f}" for name in ("mean", "p50", "p90", "p99")),
-                "-" if tpot is None else f"{1e3 * tpot['mean']:.0f}",
+                _text(tpot and tpot["mean"], "{:.0f}", 1e3),
                 f"{figures['latency_s']['mean']:.3f}",
                 f"{figures['requests_per_s']:.2f}",
-                *(f"{figures[name]:.1%}" for name in _HIT_RATES),
-                f"{figures['recomputed_tokens']:,.0f}",
-                "-" if share is None else f"{share:.2f}",
-                "-" if scheduling_s is None else f"{1e3 * scheduling_s:.1f}",
+                _text(figures["scheduling_s"], "{:.1f}", 1e3),
             ]
         )
     return rows
 
 
-_HIT_RATES = ("token_hit_rate", "device_hit_rate", "host_hit_rate", "document_hit_rate")
+def cache_rows(by_arm: Mapping[str, Any]) -> Rows:
+    """One row an arm, in the columns of `CACHE`.
+
+    The first four rates are of all tokens of the prompts, `documents found` of all documents, as
+    a whole; tokens computed again and bytes moved are a request's.
+    """
+    return [
+        [
+            arm,
+            *(f"{figures[name]:.1%}" for name in _RATES),
+            f"{figures['recomputed_tokens']:,.0f}",
+            _text(figures["share_of_bound"], "{:.2f}"),
+            *(
+                _text(figures["moved_bytes"] and figures["moved_bytes"][way], "{:.2f}", 2**-20)
+                for way in ("out", "in")
+            ),
+        ]
+        for arm, figures in by_arm.items()
+    ]
+
+
+_RATES = (
+    *("token_hit_rate", "device_hit_rate", "host_hit_rate"),
+    *("document_hit_rate", "hit_documents"),
+)
+
+
+def _text(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "-" if value is None else form.format(value * unit)
 
 
 def throughput_rows(by_arm: Mapping[str, Any]) -> Rows:

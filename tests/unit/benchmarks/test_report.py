@@ -51,7 +51,7 @@ def report():
 def test_every_arm_and_ratio_is_on_the_terminal(report):
     text = as_text(report)
     lines = text.splitlines()
-    assert sum(line.startswith("stock-lru ") for line in lines) == 2 * 2 + 2
+    assert sum(line.startswith("stock-lru ") for line in lines) == 2 * 3 + 2
     assert "2.00 (2.00..2.00)" in text
     assert "4.00 (4.00..4.00)" in text
     assert "0 of 20 answers of no-cache differ" in text
