@@ -30,8 +30,9 @@ def build_index(
     """Build `out_dir` from a file with one document a line.
 
     A line is `{"id": "...", "text": "...", "version": "...", "metadata": {...}}`, the last two
-    optional. `kind` is `flat` (exact), `ivf` or `hnsw`. The directory appears only when all of
-    it is written; a build that fails or is interrupted leaves what was there as it was.
+    optional. `kind` is `flat` (exact), `ivf` or `hnsw`; `ivf-sq8` and `hnsw-sq8` keep a byte of
+    each value instead of four. The directory appears only when all of it is written; a build
+    that fails or is interrupted leaves what was there as it was.
 
     Raises:
         SourceError: a line isn't a document or repeats an id.

@@ -164,24 +164,49 @@ def _measure(storage: Storage, query: Query, nodes: Any, count: int, distances: 
 
 
 @njit(nogil=True)
-def _insert(walk: Walk, node: int, distance: float) -> None:
-    """Put a node into the beam where its distance belongs; the farthest one falls out."""
-    size = walk.progress[0]
-    if size == walk.beam_distances.shape[0]:
-        if distance >= walk.beam_distances[size - 1]:
-            return
-        i = size - 1
-    else:
-        i = size
-        walk.progress[0] = size + 1
-    while i > 0 and walk.beam_distances[i - 1] > distance:
-        walk.beam_distances[i] = walk.beam_distances[i - 1]
-        walk.beam_nodes[i] = walk.beam_nodes[i - 1]
-        i -= 1
-    walk.beam_distances[i] = distance
-    walk.beam_nodes[i] = node
-    if i < walk.progress[1]:
-        walk.progress[1] = i
+def _keep_nearer(walk: Walk, count: int) -> int:
+    """Of the first `count` fresh nodes, sort those that a full beam has room for to the front."""
+    full = walk.progress[0] == walk.beam_distances.shape[0]
+    farthest = walk.beam_distances[walk.progress[0] - 1]
+    kept = 0
+    for c in range(count):
+        distance, node = walk.fresh_distances[c], walk.fresh[c]
+        if full and distance >= farthest:
+            continue
+        i = kept
+        while i > 0 and walk.fresh_distances[i - 1] > distance:
+            walk.fresh_distances[i] = walk.fresh_distances[i - 1]
+            walk.fresh[i] = walk.fresh[i - 1]
+            i -= 1
+        walk.fresh_distances[i] = distance
+        walk.fresh[i] = node
+        kept += 1
+    return kept
+
+
+@njit(nogil=True)
+def _merge(walk: Walk, count: int) -> None:
+    """Merge the first `count` fresh nodes, nearest first, into the beam, from its far end."""
+    known, new = walk.progress[0] - 1, count - 1
+    size = min(known + new + 2, walk.beam_distances.shape[0])
+    for _ in range(known + new + 2 - size):  # the farthest have no room
+        if known < 0 or (new >= 0 and walk.fresh_distances[new] >= walk.beam_distances[known]):
+            new -= 1
+        else:
+            known -= 1
+    place = size
+    while new >= 0:
+        place -= 1
+        if known >= 0 and walk.beam_distances[known] > walk.fresh_distances[new]:
+            walk.beam_distances[place] = walk.beam_distances[known]
+            walk.beam_nodes[place] = walk.beam_nodes[known]
+            known -= 1
+        else:
+            walk.beam_distances[place] = walk.fresh_distances[new]
+            walk.beam_nodes[place] = walk.fresh[new]
+            new -= 1
+    walk.progress[0] = size
+    walk.progress[1] = min(walk.progress[1], place)
 
 
 @njit(cache=True, nogil=True)
@@ -209,8 +234,9 @@ def begin(graph: Graph, storage: Storage, query: Query, walk: Walk) -> None:
                     nearest, nearest_distance = np.int64(fresh[i]), distances[i]
                     moved = True
     walk.visited[nearest] = walk.mark
-    walk.progress[0] = walk.progress[1] = 0
-    _insert(walk, nearest, nearest_distance)
+    walk.beam_nodes[0] = nearest
+    walk.beam_distances[0] = nearest_distance
+    walk.progress[0], walk.progress[1] = 1, 0
 
 
 @njit(cache=True, nogil=True)
@@ -240,5 +266,4 @@ def advance(graph: Graph, storage: Storage, query: Query, walk: Walk, hops: int)
                 fresh[count] = neighbor
                 count += 1
         _measure(storage, query, fresh, count, distances)
-        for c in range(count):
-            _insert(walk, fresh[c], distances[c])
+        _merge(walk, _keep_nearer(walk, count))

@@ -1,4 +1,4 @@
-"""The vector index: Faiss, by inner product, in three kinds."""
+"""The vector index: Faiss, by inner product, exact or approximate, with a byte a value or four."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADD_ROWS = 4096
 # Faiss asks for at least this many training vectors for each cluster.
 _IVF_TRAINING_PER_CLUSTER = 39
 
-KINDS = ("flat", "ivf", "hnsw")
+KINDS = ("flat", "ivf", "hnsw", "ivf-sq8", "hnsw-sq8")
 
 
 def write_index(
@@ -95,7 +95,9 @@ def _recipe(kind: str, rows: int) -> str:
     """The kind in the language of Faiss's `index_factory`."""
     if kind == "flat":
         return "Flat"
-    if kind == "hnsw":
-        return f"HNSW{_HNSW_LINKS},Flat"
+    structure, _, codes = kind.partition("-")
+    storage = codes.upper() or "Flat"
+    if structure == "hnsw":
+        return f"HNSW{_HNSW_LINKS},{storage}"
     clusters = max(1, min(round(4 * rows**0.5), rows // _IVF_TRAINING_PER_CLUSTER))
-    return f"IVF{clusters},Flat"
+    return f"IVF{clusters},{storage}"

@@ -15,7 +15,7 @@ from rag_radix_frontend.errors import (
     FrontendError,
     SourceError,
 )
-from rag_radix_frontend.index import INDEX_NAME
+from rag_radix_frontend.index import INDEX_NAME, KINDS
 from rag_radix_frontend.manifest import MANIFEST_NAME, read_manifest, verify_files
 from rag_radix_frontend.retriever import final_documents
 
@@ -163,10 +163,32 @@ def test_altered_bytes_are_found_by_verification(built: Path) -> None:
 def test_one_document_makes_an_index_of_any_kind(tmp_path: Path) -> None:
     source = tmp_path / "docs.jsonl"
     source.write_text('{"id": "a", "text": "t"}\n')
-    for kind in ("flat", "ivf", "hnsw"):
+    for kind in KINDS:
         build_index(source, tmp_path / kind, HASHED, kind)
         retriever = FaissRetriever.open(tmp_path / kind, encoder=HASHED)
         assert [d.document.id for d in final_documents(retriever, "t", 3)] == ["a"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_finds_every_document_of_a_collection(
+    corpus: Path, tmp_path: Path, kind: str
+) -> None:
+    build_index(corpus, tmp_path / "index", HASHED, kind)
+    retriever = FaissRetriever.open(tmp_path / "index", encoder=HASHED)
+    assert len(final_documents(retriever, "t", 100)) == 40
+    assert read_manifest(tmp_path / "index").kind == kind
+
+
+@pytest.mark.parametrize("structure", ["ivf", "hnsw"])
+def test_sq8_keeps_a_byte_of_each_value(corpus: Path, tmp_path: Path, structure: str) -> None:
+    wide = CallableEncoder("wide", 256, lambda texts: np.ones((len(texts), 256)))
+    for kind in (structure, f"{structure}-sq8"):
+        build_index(corpus, tmp_path / kind, wide, kind)
+    bytes_saved = (tmp_path / structure / INDEX_NAME).stat().st_size - (
+        tmp_path / f"{structure}-sq8" / INDEX_NAME
+    ).stat().st_size
+    of_vectors, of_ranges = 40 * 256 * (4 - 1), 256 * 2 * 4
+    assert of_vectors - of_ranges - 100 <= bytes_saved <= of_vectors
 
 
 def test_every_expected_error_has_the_one_root() -> None:
