@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from rag_radix.replay.reference_cost import KV_BYTES_PER_TOKEN, a10g_mistral_cos
 from rag_radix.replay.runs import PolicyVariant
 from rag_radix.replay.trace import TraceRequest, read_trace
 from rag_radix.replay.workloads import WORKLOADS, generate
-from rag_radix.settings import DEFAULT_REORDER_WINDOW
+from rag_radix.settings import DEFAULT_REORDER_WINDOW, parse_settings
 
 DEFAULT_REQUESTS = 20_000
 # What is replayed before anything is counted.
@@ -38,9 +41,19 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"the first N (default: all of a trace, {DEFAULT_REQUESTS:,} of a workload)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the workload (0)")
     parser.add_argument(
-        "--k", type=_positive, default=2, metavar="K", help="documents a retrieval, workloads (2)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="of the workload (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--k",
+        type=_positive,
+        default=2,
+        metavar="K",
+        help="documents a retrieval of a workload (default: %(default)s)",
     )
     parser.add_argument(
         "--warm-up", type=_count, metavar="N", help="requests not counted (default: a sixth)"
@@ -54,17 +67,22 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=KV_BYTES_PER_TOKEN,
         metavar="N",
-        help=f"({KV_BYTES_PER_TOKEN:,}, a 7B model in 16 bits with grouped-query attention)",
+        help="of KV (default: %(default)s, a 7B model in 16 bits with grouped-query attention)",
     )
     parser.add_argument(
-        "--page-size", type=_positive, default=16, metavar="P", help="of the server, tokens (16)"
+        "--page-size",
+        type=_positive,
+        default=16,
+        metavar="P",
+        help="of the server, in tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--queue",
         type=_count,
         default=0,
         metavar="N",
-        help="requests that wait while one is served: some policies look there, and --reorder (0)",
+        help="requests that wait while one is served: some policies look there, and --reorder "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--reorder",
@@ -76,7 +94,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=DEFAULT_REORDER_WINDOW,
         metavar="W",
-        help=f"how many younger requests may be served before one ({DEFAULT_REORDER_WINDOW})",
+        help="how many younger requests may be served before one (default: %(default)s)",
     )
     parser.add_argument(
         "--cost-table",
@@ -136,7 +154,7 @@ def parse_variants(policies: str, config: str | None) -> list[PolicyVariant]:
     value is JSON or, when it isn't, a string.
 
     Raises:
-        ConfigError: An unknown policy or setting, or one that isn't written so.
+        ConfigError: An unknown policy, or settings that aren't written so.
     """
     try:
         common = orjson.loads(config) if config else {}
@@ -175,6 +193,36 @@ def _variant(label: str, common: dict[str, Any]) -> PolicyVariant:
     return PolicyVariant(label, name, config)
 
 
+def check_variants(variants: Iterable[PolicyVariant], config: str | None) -> None:
+    """Refuse settings that a policy doesn't take, before SGLang is imported, which takes long.
+
+    Raises:
+        ConfigError: It names the option of this command.
+    """
+    for variant in variants:
+        try:
+            parse_settings(variant.policy, variant.config, a10g_mistral_cost_table)
+        except ConfigError as error:
+            options = [f"--policy {variant.label!r}"] if ":" in variant.label else []
+            options += ["--policy-config"] if config else []
+            message = str(error).replace("--radix-eviction-policy-config", " or ".join(options))
+            raise ConfigError(message) from error
+
+
+@contextmanager
+def _sglang_muted() -> Iterator[None]:
+    """Without SGLang's warnings of missing hardware and small pools: nothing is served here."""
+    logger = logging.getLogger("sglang")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"sglang\.")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def reporting(
     command: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], int]:
@@ -183,7 +231,8 @@ def reporting(
     @functools.wraps(command)
     def run(options: argparse.Namespace) -> int:
         try:
-            command(options)
+            with _sglang_muted():
+                command(options)
         except RagRadixError as error:
             print(f"rag-radix: {error}", file=sys.stderr)
             return 2

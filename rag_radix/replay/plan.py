@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rag_radix.policies import DEFAULT_POLICY
 from rag_radix.replay.options import (
     add_server_options,
     add_trace_options,
+    check_variants,
     cost_of,
     parse_variants,
     read_requests,
@@ -142,7 +144,7 @@ def add_plan_command(subparsers: Any) -> None:
     parser.add_argument(
         "--host-gib", metavar="X,...", help="sizes to try (default: from the trace)"
     )
-    parser.add_argument("--policy", default=DEFAULT_POLICY, help=f"({DEFAULT_POLICY})")
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help="(default: %(default)s)")
     parser.add_argument("--policy-config", metavar="JSON", help="its settings")
     add_server_options(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="charts, e.g. plan.png")
@@ -160,6 +162,7 @@ def _run(options: argparse.Namespace) -> None:
     variants = parse_variants(options.policy, options.policy_config)
     if len(variants) > 1:
         raise ConfigError(f"--policy {options.policy!r}: a plan is for one policy")
+    check_variants(variants, options.policy_config)
     requests = read_requests(options)
     warm_up = warm_up_of(options, len(requests))
     server = ReplayServer(
@@ -176,7 +179,7 @@ def _run(options: argparse.Namespace) -> None:
         device_sizes = [int(tokens) for tokens in _numbers(options.gpu_tokens, "--gpu-tokens")]
     if options.host_gib:
         host_sizes = [
-            int(gib * 2**30 // options.kv_bytes_per_token)
+            _host_tokens(gib, options.kv_bytes_per_token)
             for gib in _numbers(options.host_gib, "--host-gib")
         ]
     total = len(requests) * len(device_sizes) * len(host_sizes)
@@ -233,24 +236,38 @@ def skew_line(skew: Skew) -> str:
     return f"Retrievals of the {len(skew.retrievals):,} documents seen: {tops}."
 
 
+def host_gib(tokens: int, server: ReplayServer) -> str:
+    """A host size as `--host-gib` takes it: the shortest number that gives as many tokens."""
+    exact = _gib(tokens, server)
+    for digits in range(16):
+        text = f"{ceil(exact * 10**digits) / 10**digits:.{digits}f}"
+        if _host_tokens(float(text), server.kv_bytes_per_token) == tokens:
+            break
+    return text
+
+
+def _host_tokens(gib: float, kv_bytes_per_token: int) -> int:
+    return int(gib * 2**30 // kv_bytes_per_token)
+
+
 def table(cells: Sequence[PlanCell], server: ReplayServer) -> str:
     """Hit rate and saved prefill time, GPU sizes down, host sizes across, the knee marked."""
     best = knee(cells)
     host_sizes = sorted({cell.host_tokens for cell in cells})
     device_sizes = sorted({cell.device_tokens for cell in cells})
     by_size = {(cell.device_tokens, cell.host_tokens): cell for cell in cells}
-    heads = "".join(f"{_gib(tokens, server):>12,.1f} GiB" for tokens in host_sizes)
+    heads = "".join(f"{host_gib(tokens, server):>12} GiB" for tokens in host_sizes)
     lines = ["token hit rate / prefill time saved", f"{'GPU tokens':>14}  host{heads}"]
     for device_tokens in device_sizes:
-        line = f"{device_tokens:>14,}      "
+        line = f"{device_tokens:>14}      "
         for host_tokens in host_sizes:
             cell = by_size[device_tokens, host_tokens]
             mark = "*" if cell is best else ""
             line += f"{mark}{cell.token_hit_rate:.1%} / {cell.saved_share:.1%}".rjust(16)
         lines.append(line)
     lines.append(
-        f"* knee: GPU {best.device_tokens:,} tokens ({_gib(best.device_tokens, server):,.1f} GiB) "
-        f"and host {_gib(best.host_tokens, server):,.1f} GiB; beyond it, more memory pays less."
+        f"* knee: --gpu-tokens {best.device_tokens} ({_gib(best.device_tokens, server):,.1f} GiB) "
+        f"--host-gib {host_gib(best.host_tokens, server)}; beyond it, more memory pays less."
     )
     return "\n".join(lines)
 

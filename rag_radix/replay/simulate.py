@@ -16,6 +16,7 @@ from rag_radix.replay.bound import Bound, clairvoyant_bound
 from rag_radix.replay.options import (
     add_server_options,
     add_trace_options,
+    check_variants,
     cost_of,
     parse_variants,
     read_requests,
@@ -36,13 +37,13 @@ class PolicyResult:
         token_hit_rate: Cached document tokens by all tokens of the prompts.
         hit_rate_vs_lru: The same by that of `lru`.
         document_hit_rate: Documents found as a whole by all documents.
-        prefill_s: Modelled prefill and load-back time of all requests.
+        prefill_s: Modelled prefill and load-back time of all counted requests.
         prefill_time_vs_lru: The same by that of `lru`.
         bound_share: `(T_nocache - T) / (T_nocache - T_bound)`: of the time that a clairvoyant
             cache could save against one of templates only, the part that this one saves.
         bound_hit_rate: Highest `token_hit_rate` that any cache could have.
-        d2h_bytes: Copied from device to host.
-        h2d_bytes: Loaded back from host.
+        d2h_bytes: Copied from device to host for all counted requests.
+        h2d_bytes: Loaded back from host, likewise.
         ms_per_request: CPU time of the replay for a request, the tree's and its own.
     """
 
@@ -136,12 +137,13 @@ def add_simulate_command(subparsers: Any) -> None:
     add_trace_options(parser)
     parser.add_argument("--seeds", metavar="S,...", help="several seeds: mean and spread")
     parser.add_argument("--gpu-tokens", type=int, required=True, metavar="N")
-    parser.add_argument("--host-gib", type=float, default=0.0, metavar="X", help="(0: none)")
+    parser.add_argument("--host-gib", type=float, default=0.0, metavar="X", help="(default: none)")
     parser.add_argument(
         "--policy",
         default="pgdsf",
         metavar="A,B,...",
-        help="policies, with settings like pgdsf:frequency=node; lru always runs as well",
+        help="policies, with settings like pgdsf:frequency=node; lru always runs as well "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--policy-config",
@@ -164,6 +166,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.plot:
         check_plottable(options.plot)
     variants = parse_variants(options.policy, options.policy_config)
+    check_variants(with_baseline(variants), options.policy_config)
     server = ReplayServer(
         device_tokens=options.gpu_tokens,
         host_tokens=int(options.host_gib * 2**30) // options.kv_bytes_per_token,
@@ -219,8 +222,8 @@ def _title(
 def table(
     results: dict[str, PolicyResult], spreads: dict[str, PolicyResult] | None, requests: int
 ) -> str:
-    """Results as an aligned table; with `spreads`, hit rate and bound share are given with
-    the half of theirs."""
+    """Results as an aligned table, the quantities of `PolicyResult`; with `spreads`, those of
+    several seeds, they are means, and hit rate and bound share come with half of theirs."""
     width = max(len("policy"), *map(len, results)) + 2
     lines = [
         f"{'policy':<{width}}{'token hit rate':>16}{'x lru':>7}{'documents':>11}"
@@ -236,17 +239,18 @@ def table(
             f"{hit_rate:>15}%"
             f"{each.hit_rate_vs_lru:>7.2f}"
             f"{100 * each.document_hit_rate:>10.2f}%"
-            f"{each.prefill_s / requests:>9.3f} s"
+            f"{each.prefill_s:>9,.1f} s"
             f"{each.prefill_time_vs_lru:>7.3f}"
             f"{share:>13}"
-            f"{each.d2h_bytes / requests / 2**20:>11.1f} MiB"
-            f"{each.h2d_bytes / requests / 2**20:>11.1f} MiB"
+            f"{each.d2h_bytes / 2**30:>10,.2f} GiB"
+            f"{each.h2d_bytes / 2**30:>10,.2f} GiB"
             f"{each.ms_per_request:>6.2f} ms"
         )
     bound = next(iter(results.values())).bound_hit_rate
     lines.append(f"{'bound':<{width}}{100 * bound:>15.2f}%{'':>44}1.000")
     lines.append(
-        "Prefill, bytes and replay time are means per request. Of bound: of the prefill time that "
-        "a clairvoyant\ncache could save, (T_nocache - T) / (T_nocache - T_bound)."
+        f"Prefill time and bytes are sums over {requests:,} requests, replay is CPU time a "
+        "request. Of bound: of the\nprefill time that a clairvoyant cache could save, "
+        "(T_nocache - T) / (T_nocache - T_bound)."
     )
     return "\n".join(lines)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import orjson
 import pytest
 
 from rag_radix.cli import main
-from rag_radix.replay.plan import PlanCell, default_sizes, hits_by_memory, knee, plan
+from rag_radix.replay.plan import PlanCell, default_sizes, hits_by_memory, host_gib, knee, plan
 from rag_radix.replay.runs import PolicyVariant, ReplayServer
 from rag_radix.replay.skew import Skew, footprint_tokens, skew_of
 from rag_radix.replay.trace import TraceDocument, TraceRequest, write_trace
@@ -95,6 +97,24 @@ def test_default_sizes_run_every_request_and_end_with_all_documents():
     assert all(tokens % 16 == 0 for tokens in device + host)
     assert device == sorted(device)
     assert host == sorted(host)
+
+
+@pytest.mark.parametrize("tokens", [0, 16, 3200, 8192, 51_008, 209_712, 524_288, 12_345_678])
+def test_a_host_size_is_printed_as_the_option_that_gives_it(tokens):
+    text = host_gib(tokens, SERVER)
+    assert int(float(text) * 2**30 // SERVER.kv_bytes_per_token) == tokens
+    assert len(text) <= 9
+
+
+def test_the_printed_sizes_give_the_same_plan(capsys):
+    arguments = ["plan", "--workload", "burst", "--requests", "12", "--json"]
+    assert main(arguments) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    knee_line = next(line for line in lines if line.startswith("* knee"))
+    gpu_tokens, host = re.search(r"--gpu-tokens (\d+) .*--host-gib ([\d.]+);", knee_line).groups()
+    assert main([*arguments, "--gpu-tokens", gpu_tokens, "--host-gib", host]) == 0
+    (cell,) = orjson.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
+    assert cell == orjson.loads(last)["knee"]
 
 
 def test_the_command_prints_a_table_and_json_on_the_last_line(tmp_path, capsys):

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 import re
+import subprocess
+import sys
+import warnings
 
 import orjson
 import pytest
 
 from rag_radix.cli import main
 from rag_radix.errors import ConfigError
-from rag_radix.replay.options import parse_variants
+from rag_radix.replay.options import check_variants, parse_variants, reporting
+from rag_radix.replay.plan import add_plan_command
 from rag_radix.replay.runs import PolicyVariant, ReplayServer, replay
-from rag_radix.replay.simulate import mean_and_spread, simulate
+from rag_radix.replay.simulate import (
+    add_simulate_command,
+    mean_and_spread,
+    simulate,
+    with_baseline,
+)
 from rag_radix.replay.trace import TraceDocument, TraceRequest, write_trace
 from rag_radix.replay.workloads import generate
 
 SERVER = ReplayServer(device_tokens=2048, host_tokens=8192)
 PGDSF = PolicyVariant("pgdsf", "pgdsf")
+WAYS = ("d2h", "h2d")
 SMALL = ["--gpu-tokens", "20000", "--host-gib", "4", "--requests", "120", "--warm-up", "20"]
 
 
@@ -112,6 +124,56 @@ def test_policies_written_otherwise_are_explained(policies, config, message):
         parse_variants(policies, config)
 
 
+@pytest.mark.parametrize(
+    ("policies", "config", "said"),
+    [
+        ("pgdsf:frequency=bad", None, "frequency='bad' in --policy 'pgdsf:frequency=bad': use"),
+        ("pgdsf", '{"half": 3}', "'half' in --policy-config isn't a setting of 'pgdsf'"),
+        ("pgdsf:a=1", '{"b": 2}', "in --policy 'pgdsf:a=1' or --policy-config isn't"),
+    ],
+)
+@pytest.mark.parametrize("command", [["simulate", "--gpu-tokens", "1000"], ["plan"]])
+def test_settings_that_a_policy_does_not_take_are_refused_before_sglang_is_imported(
+    command, policies, config, said
+):
+    arguments = [*command, "--workload", "burst", "--policy", policies]
+    arguments += ["--policy-config", config] if config else []
+    program = (
+        "import sys; from rag_radix.cli import main; "
+        f"status = main({arguments!r}); print('sglang' in sys.modules, status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "2"]
+    assert said in done.stderr
+
+
+def test_settings_for_the_others_are_none_of_the_baseline():
+    check_variants(with_baseline(parse_variants("lru", '{"frequency": "node"}')), "{}")
+
+
+def test_sglang_is_not_heard(capsys):
+    heard = logging.getLogger("sglang").level
+
+    def command(options):
+        warnings.warn_explicit("no GPU", UserWarning, "awq.py", 1, module="sglang.srt.awq")
+        logging.getLogger("sglang.srt.pool").warning("small")
+        print("done")
+
+    assert reporting(command)(None) == 0
+    assert capsys.readouterr() == ("done\n", "")
+    assert logging.getLogger("sglang").level == heard
+
+
+def test_help_says_what_the_defaults_are():
+    commands = argparse.ArgumentParser().add_subparsers()
+    add_simulate_command(commands)
+    add_plan_command(commands)
+    for parser in commands.choices.values():
+        for action in parser._actions:
+            if action.default not in (None, False, argparse.SUPPRESS):
+                assert "default" in action.help, action.option_strings
+
+
 def test_the_command_prints_a_table_and_json_on_the_last_line(capsys):
     policies = "pgdsf,pgdsf:frequency=node"
     assert main(["simulate", "--workload", "burst", *SMALL, "--policy", policies, "--json"]) == 0
@@ -121,6 +183,11 @@ def test_the_command_prints_a_table_and_json_on_the_last_line(capsys):
     for key in ("token_hit_rate", "prefill_time_vs_lru", "bound_share", "d2h_bytes", "h2d_bytes"):
         assert isinstance(found["pgdsf"][key], float)
     assert [re.match(r"pgdsf +\d+\.\d\d%", line) is not None for line in lines].count(True) == 1
+    row = next(line for line in lines if line.startswith("lru "))
+    cells = re.search(r"([\d,.]+) s .* ([\d,.]+) GiB +([\d,.]+) GiB", row)
+    in_json = [found["lru"]["prefill_s"], *(found["lru"][f"{way}_bytes"] / 2**30 for way in WAYS)]
+    for cell, value in zip(cells.groups(), in_json, strict=True):
+        assert float(cell.replace(",", "")) == pytest.approx(value, abs=0.06)
     assert any(line.startswith("bound") for line in lines)
 
 
