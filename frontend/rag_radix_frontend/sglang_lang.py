@@ -1,11 +1,12 @@
 """What is changed in SGLang's frontend language. This and `run_ahead` touch its inside.
 
-SGLang runs a program's expressions on a thread of the state. Three things are added to it:
+SGLang runs a program's expressions on a thread of the state. Four things are added to it:
 
 - `ComputedText`, an expression whose text a function computes on that thread. To the rest of
   SGLang it is a `select`: an expression that appends a text and sets a variable.
 - While an expression is executed, an executor knows what follows it, as far as the program has
   said: programs run ahead of their executor.
+- A stream shows all of its text, also to a slow or late reader.
 - A failure on that thread reaches the program. SGLang 0.5.23 only warns: reading a variable
   then raises `KeyError`, appending to the state or waiting for it may never return, and a
   broken stream looks like a complete one. Here reading, appending, forking and joining raise
@@ -200,23 +201,46 @@ class RagProgramState(ProgramState):
         return messages
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
+        shown = 0
+        self._let_pass()
         try:
-            yield from super().text_iter(var_name)
+            for piece in super().text_iter(var_name):
+                shown += len(piece)
+                yield piece
         except KeyError:
             self._raise_if_incomplete(var_name)
             raise
+        if rest := self._rest(var_name, shown):
+            yield rest
         self._raise_if_incomplete(var_name)
 
     async def text_async_iter(
         self, var_name: str | None = None, return_meta_data: bool = False
     ) -> AsyncIterator[Any]:
+        shown = 0
+        self._let_pass()
         try:
             async for item in super().text_async_iter(var_name, return_meta_data):
+                shown += len(item[0] if isinstance(item, tuple) else item)
                 yield item
         except KeyError:
             self._raise_if_incomplete(var_name)
             raise
+        if rest := self._rest(var_name, shown):
+            yield (rest, self.stream_executor.meta_info[var_name]) if return_meta_data else rest
         self._raise_if_incomplete(var_name)
+
+    # SGLang's iterators end when the text is complete, whether or not they have shown all of it: a
+    # reader that is slower than the program, or comes after its end, misses the last part or all.
+    def _rest(self, var_name: str | None, shown: int) -> str:
+        executor = self.stream_executor
+        text: str = executor.text_ if var_name is None else executor.variables.get(var_name, "")
+        return text[shown:] if executor.stream else ""
+
+    def _let_pass(self) -> None:
+        # Once read to its end, the text has no event to wait for.
+        if self.stream_executor.stream and self.stream_executor.is_finished:
+            self.stream_executor.stream_text_event.set()
 
     def _raise_if_incomplete(self, var_name: str | None) -> None:
         if var_name is None or var_name not in self.stream_executor.variables:

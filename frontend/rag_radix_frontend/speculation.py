@@ -174,6 +174,12 @@ def computed_tokens(meta_info: Any) -> int:
 
 
 def _fate(error: Exception) -> Fate:
-    if isinstance(error, SpeculationRefused):
-        return "refused"
-    return "ended" if isinstance(error, SpeculationEnded) else "failed"
+    match error:
+        case SpeculationRefused():
+            return "refused"
+        case SpeculationEnded():
+            return "ended"
+        case RequestAborted():
+            return "cancelled"
+        case _:
+            return "failed"

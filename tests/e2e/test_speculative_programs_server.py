@@ -49,22 +49,20 @@ def server(model: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def backend(server: Server) -> RagEndpoint:
-    return RagEndpoint(server.url, chat_template_name="chatml", strict=True)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "backend" not in request.fixturenames:
-        return
-    server, backend = (request.getfixturevalue(name) for name in ("server", "backend"))
+def backend(server: Server) -> Iterator[RagEndpoint]:
+    """An endpoint whose programs leave nothing behind: no thread, no request, no slot."""
+    backend = RagEndpoint(server.url, chat_template_name="chatml", strict=True)
+    yield backend
     until(lambda: is_idle(server))
-    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("rag-")])
+    until(lambda: not threads())
     assert not [r for r in backend._in_flight._of.values() if r.rids]
     server.flush_cache()
     device = server.get("/rag/stats")["device"]
     assert device["free_tokens"] == device["capacity_tokens"]
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("rag-")]
 
 
 def is_idle(server: Server) -> bool:
@@ -195,7 +193,7 @@ def test_programs_with_random_searches_and_cancellations_give_the_answers_they_m
         answered = list(pool.map(run, plans))
     assert answered.count(True) >= 150
 
-    until(lambda: not [t for t in threading.enumerate() if t.name.startswith("rag-")])
+    until(lambda: not threads())
     total = backend.retrievals()
     fates = total.refused + total.ended + total.failed + total.cancelled + total.kept
     print(total, server.get("/rag/stats")["speculation"], answered.count(True))

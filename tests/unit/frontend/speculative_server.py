@@ -52,6 +52,9 @@ class _Server(ThreadingHTTPServer):
     # Whole batches of programs connect at once.
     request_queue_size = 128
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients of cancelled programs hang up."""
+
 
 class SpeculativeServer:
     """What a test sets:
@@ -76,6 +79,7 @@ class SpeculativeServer:
         self.promoting = threading.Event()
         self.promoting.set()
         self.missing: tuple[str, ...] = ()
+        self._promotion = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
@@ -90,6 +94,12 @@ class SpeculativeServer:
 
     def of(self, rid: str) -> Request | None:
         return next((r for r in list(self.requests) if rid in r.rids), None)
+
+    def end_guess(self, request: Request) -> None:
+        """End a speculation in favour of others, unless it was promoted."""
+        with self._promotion:
+            if not request.promoted:
+                request.stop("speculation ended: others wait")
 
     def close(self) -> None:
         self.promoting.set()
@@ -144,10 +154,11 @@ class SpeculativeServer:
                 request = server.of(rid)
                 if server.promote is not None:
                     return server.promote(request)
-                if request is None or request.end is not None:
-                    return "unknown"
-                request.promoted = True
-                return "finished" if request.finished else "running"
+                with server._promotion:
+                    if request is None or request.end is not None:
+                        return "unknown"
+                    request.promoted = True
+                    return "finished" if request.finished else "running"
 
             def _generate(self, body: dict[str, Any]) -> None:
                 rid, params = body["rid"], body["sampling_params"]

@@ -197,9 +197,6 @@ def test_a_stream_ends_with_the_failure(backend: RagEndpoint, name: str | None) 
     async def read() -> list[str]:
         return [text async for text in state.text_async_iter(name)]
 
-    state.stream_executor.stream_text_event.set()
-    for event in state.stream_executor.stream_var_event.values():
-        event.set()
     with pytest.raises(DatabaseDown):
         bounded(lambda: asyncio.run(read()))
 

@@ -1,0 +1,73 @@
+"""A stream shows all of its text to every reader."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import sglang as sgl
+from unit.frontend.speculative_server import SpeculativeServer, eventually
+
+
+@sgl.function
+def program(s: Any) -> None:
+    s += "Question? "
+    s += sgl.gen("answer")
+    s += " Next? " + sgl.gen("more")
+
+
+def read(state: Any, name: str | None, asynchronous: bool, pause_s: float = 0.0) -> list[Any]:
+    async def read_async() -> list[Any]:
+        pieces = []
+        async for piece in state.text_async_iter(name):
+            pieces.append(piece)
+            time.sleep(pause_s)
+        return pieces
+
+    if asynchronous:
+        return asyncio.run(read_async())
+    pieces = []
+    for piece in state.text_iter(name):
+        pieces.append(piece)
+        time.sleep(pause_s)
+    return pieces
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", [None, "answer", "more"])
+@pytest.mark.parametrize("pause_s", [0.0, 0.03])
+def test_a_reader_at_any_speed_sees_all(
+    backend: Any, name: str | None, asynchronous: bool, pause_s: float
+) -> None:
+    state = program.run(backend=backend, stream=True)
+    text = "".join(read(state, name, asynchronous, pause_s))
+    assert text == (state.text() if name is None else state[name])
+    assert len(text) > 5
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", [None, "answer", "more"])
+def test_readers_after_the_end_see_all(backend: Any, name: str | None, asynchronous: bool) -> None:
+    state = program.run(backend=backend, stream=True)
+    eventually(lambda: state.stream_executor.is_finished)
+    for _ in range(3):
+        text = "".join(read(state, name, asynchronous))
+        assert text == (state.text() if name is None else state[name])
+
+
+def test_the_rest_of_a_stream_comes_with_its_meta_data(
+    server: SpeculativeServer, backend: Any
+) -> None:
+    async def read_with_meta() -> list[Any]:
+        pieces = []
+        async for piece in state.text_async_iter("answer", return_meta_data=True):
+            pieces.append(piece)
+            await asyncio.sleep(0.05)
+        return pieces
+
+    state = program.run(backend=backend, stream=True)
+    pieces = asyncio.run(read_with_meta())
+    assert "".join(text for text, _ in pieces) == state["answer"]
+    assert pieces[-1][1]["finish_reason"] == {"type": "stop"}
