@@ -166,8 +166,10 @@ ATTRIBUTES = (
     "_request_dispatcher",
     "beam_coordinator",
     "chunked_req",
+    "enable_lora",
     "grammar_manager",
     "max_queued_requests",
+    "min_free_slots_delayer",
     "tree_cache",
     "waiting_queue",
 )

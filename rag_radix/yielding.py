@@ -103,19 +103,21 @@ def after_new_batch_prefill(plan: Any, scheduler: Any) -> None:
         decoding = set(batch.decoding_reqs or ())
         speculations.prefilling(req for req in batch.reqs if req not in decoding)
     running = plan.running_batch
-    if running.batch_is_full:
+    if running.batch_is_full or (batch is None and _waits_for_running_ones(scheduler)):
         waiting = sum(not speculations.is_guess(req) for req in scheduler.waiting_queue)
-        if waiting:
-            size = len(running.reqs) + (0 if batch is None else len(batch.reqs))
-            rows = scheduler.get_num_allocatable_reqs(size, running_batch=running)
-            _end_running(scheduler, speculations, at_most=waiting if rows <= 0 else None)
+        size = len(running.reqs) + (0 if batch is None else len(batch.reqs))
+        rows = scheduler.get_num_allocatable_reqs(size, running_batch=running)
+        guesses = speculations.guesses_running() if waiting else []
+        # Youngest first; those that are about to leave already count.
+        for guess in guesses if rows > 0 else guesses[:waiting]:
+            if not guess.ended:
+                _end(scheduler, guess, speculations)
 
 
-def _end_running(scheduler: Any, speculations: Speculations, *, at_most: int | None) -> None:
-    """End guesses, youngest first; those that are about to leave already count."""
-    for guess in speculations.guesses_running()[:at_most]:
-        if not guess.ended:
-            _end(scheduler, guess, speculations)
+def _waits_for_running_ones(scheduler: Any) -> bool:
+    """Whether requests may wait although there is room: for an adapter to be unloaded, or for
+    `--min-free-slots-delay` rows to be free at once."""
+    return bool(scheduler.enable_lora or scheduler.min_free_slots_delayer is not None)
 
 
 def _end(scheduler: Any, speculation: Speculation, speculations: Speculations) -> None:

@@ -80,6 +80,7 @@ class Answer:
     Attributes:
         rid: Its id.
         events: Events so far.
+        began_s: When the first one came.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Answer:
         self.rid = next(_rids)
         self.server = server
         self.events: list[dict[str, Any]] = []
+        self.began_s = 0.0
         self.body = request(
             *documents,
             tokens=tokens,
@@ -114,6 +116,7 @@ class Answer:
             for line in self._reply:
                 event = line.decode().removeprefix("data: ").strip()
                 if event and event != "[DONE]":
+                    self.began_s = self.began_s or time.monotonic()
                     self.events.append(json.loads(event))
 
     def is_alive(self) -> bool:

@@ -90,6 +90,16 @@ def test_a_speculation_that_waits_is_promoted_counts_once_and_is_served(server):
     assert added == {"started": 1, "promoted": 1, "requests": ROWS + 1, "documents": ROWS + 2}
 
 
+def test_a_speculation_is_served_after_all_that_wait(server):
+    with full_rows(server, waiting=0):
+        guess = Answer(server, 1, speculative=True)
+        until(lambda: pool(server)["waiting"] == 1)
+        others = [Answer(server, 2), Answer(server, 3)]
+        until(lambda: pool(server)["waiting"] == 3)
+    assert {answer.end()["type"] for answer in [guess, *others]} == {"length"}
+    assert guess.began_s > max(other.began_s for other in others)
+
+
 def test_a_speculation_that_decodes_counts_at_its_promotion(server):
     with counting(server) as added:
         guess = Answer(server, 1, 2, output_tokens=LONG, speculative=True).decoding()
