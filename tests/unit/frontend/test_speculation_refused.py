@@ -59,7 +59,10 @@ def test_a_refused_speculation_whose_documents_change_is_not_sent_again(
         server.waiting = 0
         sent(server, 2)()
 
-    state = ask(Scripted(OTHER, sent(server), GUESS, drain, GUESS)).run(backend=backend)
+    def refused() -> None:
+        eventually(lambda: backend.retrievals().refused)
+
+    state = ask(Scripted(OTHER, refused, GUESS, drain, GUESS)).run(backend=backend)
     assert state["answer"] == "[35:'o? ']"
     assert ["moon" in r.prompt for r in server.requests] == [True, False]
     report_of(state, started=2, refused=1, withheld=1, kept=1)
