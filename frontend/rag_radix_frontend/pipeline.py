@@ -170,8 +170,8 @@ class Pipeline:
         assert self._speculator is not None
         try:
             self._speculation = self._speculator.start(self._executor, call, self._log, self._over)
-        except RuntimeError:
-            # The program is cancelled, or the process ends and starts no threads any more.
+        except Exception:
+            # The program is cancelled, or asks what can't be asked: it fails when its turn comes.
             self._gate.leave()
 
     def _over(self, speculation: Speculation) -> None:

@@ -90,6 +90,22 @@ def test_an_error_in_what_follows_is_raised_in_the_program(
     assert server.requests == []
 
 
+def test_a_request_that_cannot_be_made_is_raised_where_the_program_makes_it(
+    server: SpeculativeServer, backend: RagEndpoint
+) -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += sgl.image(b"one") + sgl.image(b"other")
+        s += rag_retrieve(Scripted(GUESS, lambda: time.sleep(0.02), OTHER, GUESS), "q")
+        s += sgl.gen("answer")
+
+    state = program.run(backend=backend)
+    with pytest.raises(AssertionError, match="one image"):
+        state["answer"]
+    assert server.requests == []
+    assert backend.speculator.gate._inside == 0
+
+
 def test_a_request_that_the_server_refuses_for_itself_is_raised_as_without_speculation(
     server: SpeculativeServer, backend: RagEndpoint
 ) -> None:
