@@ -103,12 +103,12 @@ def _ratios(report: Mapping[str, Any]) -> Any:
 
 
 def _over_rate(report: Mapping[str, Any]) -> Any:
-    """Every rate of the throughput search, all repeats."""
+    """Every rate of the throughput search, a line for each repeat."""
     figure, axis = _figure(7, 4.5)
-    for arm, found in report["throughput"]["own_limit"].items():
-        points = sorted(point for repeat in found["mean_ttft_s"] for point in repeat)
-        rates, ttft = zip(*points, strict=True)
-        axis.plot(rates, ttft, marker="o", label=arm)
+    for number, (arm, found) in enumerate(report["throughput"]["own_limit"].items()):
+        for repeat, points in enumerate(found["mean_ttft_s"]):
+            label = arm if repeat == 0 else None
+            axis.plot(*zip(*points, strict=True), f"C{number}o-", alpha=0.6, label=label)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("requests/s")
