@@ -12,21 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rag_radix_benchmarks.ab_options import Plan, add_options
 from rag_radix_benchmarks.answers import check_same_model
-from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.charts import check_plottable
-from rag_radix_benchmarks.experiment import Experiment
+from rag_radix_benchmarks.experiment import Experiment, turn
 from rag_radix_benchmarks.figures import environment
 from rag_radix_benchmarks.limits import Limits, prefill_cost
-from rag_radix_benchmarks.progress import Remaining, progress
+from rag_radix_benchmarks.progress import Remaining
 from rag_radix_benchmarks.report import as_text, write
 from rag_radix_benchmarks.results import Cell, Cells, Comparison, agreements, ratios
 from rag_radix_benchmarks.servers import Servers
-from rag_radix_benchmarks.throughputs import search_throughputs
+from rag_radix_benchmarks.throughputs import LOWEST_SHARE, search_throughputs
 from rag_radix_benchmarks.trials import ClosedLoop, Load, OpenLoop, TrialResult, TrialStore
 
 __all__ = ["add_options", "run"]
@@ -44,19 +43,21 @@ def run(options: argparse.Namespace) -> None:
     store = TrialStore(None if options.out is None else options.out / "runs.jsonl")
     with Servers(plan.setup, plan.servers, logs=options.out) as servers:
         experiment = Experiment(plan.setup, plan.arms, plan.workload, servers, store, options.seed)
-        loads, capacity = _loads(plan, experiment)
-        cells = _measure(plan, experiment, loads)
+        capacities = {}
+        if plan.shares or options.throughput:
+            capacities = {arm.name: experiment.capacity(arm) for arm in plan.capacity_of}
+        cells = _measure(plan, experiment, _loads(plan, capacities))
         throughputs = None
         if options.throughput:
-            capacity = experiment.capacity(plan.capacity_of)
-            throughputs = search_throughputs(experiment, plan.arms, capacity, plan.repeats)
+            lowest = LOWEST_SHARE * min(capacities.values())
+            throughputs = search_throughputs(experiment, plan.arms, lowest, plan.repeats)
     repeats = len(next(iter(next(iter(cells.values())).values())).results)
     parts = [plan.workload.part(repeat) for repeat in range(repeats)]
     comparison = Comparison(cells, plan.reference.name, parts, Limits.of(parts, plan.setup, cost))
     report = {
         "benchmark": "ab",
         **comparison.as_json(),
-        "capacity_requests_per_s": capacity,
+        "capacity_requests_per_s": capacities,
         "throughput": throughputs and throughputs.as_json(plan.reference.name),
         **environment(),
         "config": {**_config(options, plan), "repeats": repeats},
@@ -69,19 +70,16 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(report))
 
 
-def _loads(plan: Plan, experiment: Experiment) -> tuple[dict[str, Load], float | None]:
-    """The loads by their labels, and the capacity that some are parts of."""
+def _loads(plan: Plan, capacities: Mapping[str, float]) -> dict[str, Load]:
+    """The loads by their labels."""
     loads: dict[str, Load] = {}
-    capacity = None
-    if plan.shares:
-        capacity = experiment.capacity(plan.capacity_of)
-        progress(f"capacity of {plan.capacity_of.name}: {capacity:.3g} requests/s")
+    for arm, capacity in capacities.items():
         for share in plan.shares:
             rate = share * capacity
-            label = f"{share:.0%} of the capacity of {plan.capacity_of.name}, {rate:.3g} requests/s"
+            label = f"{share:.0%} of the capacity of {arm}, {rate:.3g} requests/s"
             loads[label] = OpenLoop(rate)
     each: list[Load] = [*map(OpenLoop, plan.rates), *map(ClosedLoop, plan.concurrencies)]
-    return loads | {str(load): load for load in each}, capacity
+    return loads | {str(load): load for load in each}
 
 
 def _measure(plan: Plan, experiment: Experiment, loads: dict[str, Load]) -> Cells:
@@ -123,13 +121,6 @@ def is_precise(cells: Cells, reference: str, precision: float | None) -> bool:
     return all(
         each["low"] is not None and each["high"] / each["value"] <= 1 + precision for each in found
     )
-
-
-def turn(arms: Sequence[Arm], repeat: int) -> Iterator[Arm]:
-    """The arms in the order of a repeat: each comes first in turn, and every other is reversed."""
-    first = repeat // 2 % len(arms)
-    order = [*arms[first:], *arms[:first]]
-    yield from reversed(order) if repeat % 2 else order
 
 
 def _config(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:

@@ -78,14 +78,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--most-repeats", type=int, default=20, metavar="N", help="however wide they are"
     )
     load = parser.add_mutually_exclusive_group()
-    _add_sized(load, "--loads", str, "arrivals by the capacity of --capacity-of")
+    _add_sized(load, "--loads", str, "arrivals by the capacity of each of --capacity-of")
     load.add_argument("--rates", metavar="R,R", help="arrivals a second")
     load.add_argument("--concurrency", metavar="N,N", help="closed loops instead of arrivals")
     parser.add_argument(
         "--capacity-of",
-        metavar="ARM",
+        metavar="ARM,ARM",
         default=argparse.SUPPRESS,
-        help="whose capacity --loads is of (default: the first arm)",
+        help="whose capacities --loads are of (default: the first arm)",
     )
     parser.add_argument(
         "--throughput",
@@ -144,7 +144,7 @@ class Plan:
         repeats: At least.
         most_repeats: At most, where `precision` asks for more.
         precision: Repeats go on until every ratio's interval ends within this part of it.
-        capacity_of: The arm whose capacity `shares` is of.
+        capacity_of: Arms whose capacities `shares` are of.
         shares: Loads by capacity.
         rates: Loads in requests a second.
         concurrencies: Closed loops.
@@ -157,7 +157,7 @@ class Plan:
     repeats: int
     most_repeats: int
     precision: float | None
-    capacity_of: Arm
+    capacity_of: tuple[Arm, ...]
     shares: tuple[float, ...]
     rates: tuple[float, ...]
     concurrencies: tuple[int, ...]
@@ -201,7 +201,10 @@ class Plan:
             repeats=given["repeats"],
             most_repeats=most_repeats,
             precision=options.precision,
-            capacity_of=_arm(arms, "--capacity-of", given.get("capacity_of", arms[0].name)),
+            capacity_of=tuple(
+                _arm(arms, "--capacity-of", name.strip())
+                for name in given.get("capacity_of", arms[0].name).split(",")
+            ),
             shares=_numbers("--loads", given["loads"], float),
             rates=_numbers("--rates", given["rates"] or "", float),
             concurrencies=_numbers("--concurrency", given["concurrency"] or "", int),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rag_radix_benchmarks.arms import Arm
@@ -74,7 +74,9 @@ class Experiment:
         """Requests a second that an arm takes when its queue is never empty."""
         load = ClosedLoop(2 * self._setup.running_requests)
         run = self.run(self.trial(arm, load, repeat=0)).run
-        return len(run.outcomes) / run.seconds
+        capacity = len(run.outcomes) / run.seconds
+        progress(f"capacity of {arm.name}: {capacity:.3g} requests/s")
+        return capacity
 
     def _measure(self, trial: Trial, server: ArmServer) -> TrialResult:
         part = self._part(trial.repeat)
@@ -115,3 +117,10 @@ class Experiment:
             writer = PromptWriter(self._vocabulary, self._seed + repeat)
             bodies = [writer.body(request, number) for number, request in enumerate(requests)]
         return bodies[: len(part.warm_up)], bodies[len(part.warm_up) :]
+
+
+def turn(arms: Sequence[Arm], repeat: int) -> Iterator[Arm]:
+    """The arms in the order of a repeat: each comes first in turn, and every other is reversed."""
+    first = repeat // 2 % len(arms)
+    order = [*arms[first:], *arms[:first]]
+    yield from reversed(order) if repeat % 2 else order

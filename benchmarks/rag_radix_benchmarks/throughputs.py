@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rag_radix_benchmarks.arms import NO_CACHE, Arm
-from rag_radix_benchmarks.experiment import Experiment
+from rag_radix_benchmarks.experiment import Experiment, turn
 from rag_radix_benchmarks.statistics import (
     TTFT_LIMIT_FACTOR,
     Throughput,
@@ -17,7 +17,7 @@ from rag_radix_benchmarks.statistics import (
 )
 from rag_radix_benchmarks.trials import OpenLoop
 
-# Of the capacity: at this rate requests hardly ever meet.
+# Of a capacity: at this rate requests hardly ever meet.
 LOWEST_SHARE = 0.1
 PRECISION = 0.1
 
@@ -43,31 +43,33 @@ class Throughputs:
 
 
 def search_throughputs(
-    experiment: Experiment, arms: Sequence[Arm], capacity: float, repeats: int
+    experiment: Experiment, arms: Sequence[Arm], lowest: float, repeats: int
 ) -> Throughputs:
-    """Search every arm in every repeat.
+    """Search every arm in every repeat, from the rate `lowest` on.
 
     Raises:
         ConfigError: Runs are too short to overload a server.
     """
-    lowest = LOWEST_SHARE * capacity
 
-    def searched(arm: Arm, repeat: int, limit_s: float | None = None) -> Throughput:
+    def searched(arm: Arm, repeat: int, limit_s: float | None) -> Throughput:
         def mean_ttft_s(rate: float) -> float:
             run = experiment.run(experiment.trial(arm, OpenLoop(rate), repeat)).run
             return distribution(run.ttft_s)["mean"]
 
         return throughput(mean_ttft_s, lowest, limit_s=limit_s, precision=PRECISION)
 
-    own = {arm.name: [searched(arm, repeat) for repeat in range(repeats)] for arm in arms}
+    def all_searched(limits_s: Sequence[float | None]) -> dict[str, list[Throughput]]:
+        found: dict[str, list[Throughput]] = {arm.name: [] for arm in arms}
+        for repeat, limit_s in enumerate(limits_s):
+            for arm in turn(arms, repeat):
+                found[arm.name].append(searched(arm, repeat, limit_s))
+        return found
+
+    own = all_searched([None] * repeats)
     if NO_CACHE not in own:
         return Throughputs(own, None)
     limits_s = [TTFT_LIMIT_FACTOR * each.mean_ttft_s[lowest] for each in own[NO_CACHE]]
-    common = {
-        arm.name: [searched(arm, repeat, limit_s) for repeat, limit_s in enumerate(limits_s)]
-        for arm in arms
-    }
-    return Throughputs(own, common)
+    return Throughputs(own, all_searched(limits_s))
 
 
 def _as_json(found: Mapping[str, Sequence[Throughput]], reference: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def test_the_default_is_the_full_comparison_of_three_arms():
     asked = plan()
     assert [arm.name for arm in asked.arms] == ["stock-lru", "stock-hicache", "knowledge-tree"]
     assert asked.reference.name == "knowledge-tree"
-    assert asked.capacity_of.name == "stock-lru"
+    assert [arm.name for arm in asked.capacity_of] == ["stock-lru"]
     assert (asked.repeats, asked.workload.requests) == (FULL["repeats"], FULL["requests"])
     assert asked.shares == (0.5, 0.8, 0.95)
 
@@ -37,6 +37,11 @@ def test_rates_and_closed_loops_take_the_place_of_loads():
     assert plan("--rates", "1,2.5").shares == ()
     assert plan("--quick", "--concurrency", "1,4").concurrencies == (1, 4)
     assert plan("--concurrency", "1,4").shares == ()
+
+
+def test_loads_may_be_of_the_capacities_of_several_arms():
+    asked = plan("--capacity-of", "stock-hicache, knowledge-tree")
+    assert [arm.name for arm in asked.capacity_of] == ["stock-hicache", "knowledge-tree"]
 
 
 def test_arms_differ_in_their_own_flags_alone():

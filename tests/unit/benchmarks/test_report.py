@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from rag_radix_benchmarks.ab import turn
 from rag_radix_benchmarks.arms import STOCK_ARMS
+from rag_radix_benchmarks.experiment import turn
 from rag_radix_benchmarks.limits import Limits
 from rag_radix_benchmarks.report import as_text, write
 from rag_radix_benchmarks.results import Cell, Comparison
