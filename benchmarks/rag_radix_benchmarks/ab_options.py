@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=f"stock-lru,stock-hicache,{KNOWLEDGE_TREE}",
         help=f"some of {', '.join(STOCK_ARMS)}, {KNOWLEDGE_TREE}; the latter with settings like "
         f"{KNOWLEDGE_TREE}:policy=pgdsf-plus:reorder_window=0; @URL behind one takes a server "
-        "that is running",
+        "that is running, LABEL= before one names it",
     )
     parser.add_argument(
         "--reference",
@@ -249,7 +249,7 @@ def _has_cuda() -> bool:
 
 
 def _last_tree(arms: list[Arm]) -> str:
-    trees = [arm.name for arm in arms if arm.name.startswith(KNOWLEDGE_TREE)]
+    trees = [arm.name for arm in arms if arm.built.get("cache") == "KnowledgeTree"]
     return trees[-1] if trees else arms[-1].name
 
 

@@ -47,7 +47,8 @@ def parse_arms(names: str) -> list[Arm]:
     `knowledge-tree` takes settings behind colons: `policy` is its replacement policy, the others
     belong into `--radix-eviction-policy-config`; a value is JSON or, when it isn't, a string.
     `NAME@URL` is an arm that is served at that URL already; `openai:NAME@URL` one of any name
-    and any server of the OpenAI completions interface.
+    and any server of the OpenAI completions interface. `LABEL=` before any of these is what the
+    arm is called in reports.
 
     Raises:
         ConfigError: An unknown arm or setting, or the same arm twice.
@@ -63,6 +64,9 @@ def parse_arms(names: str) -> list[Arm]:
 
 
 def _parse(text: str) -> Arm:
+    label, equals, named = text.partition("=")
+    if equals and ":" not in label:
+        return replace(_parse(named), name=label)
     text, _, url = text.partition("@")
     name, *settings = text.split(":")
     if name == PEER:

@@ -28,6 +28,12 @@ def test_settings_of_the_knowledge_tree_become_flags_and_are_expected_of_its_ser
     assert arm.built["settings"]["swap_out"] == "eager"
 
 
+def test_an_arm_may_have_a_short_name():
+    arm, other = parse_arms("node=knowledge-tree:frequency=node,theirs=stock-lru@http://h")
+    assert (arm.name, other.name, other.url) == ("node", "theirs", "http://h")
+    assert arm.flags == parse_arms("knowledge-tree:frequency=node,stock-lru")[0].flags
+
+
 def test_an_arm_may_be_served_already():
     arm, _ = parse_arms("stock-lru@http://localhost:30000/,knowledge-tree")
     assert (arm.name, arm.url) == ("stock-lru", "http://localhost:30000")
