@@ -56,10 +56,10 @@ def parse_arms(names: str) -> list[Arm]:
     arms = [_parse(name.strip()) for name in names.split(",") if name.strip()]
     if len({arm.name for arm in arms}) < len(arms):
         raise ConfigError(f"--arms {names!r} has an arm twice")
-    if all(arm.is_peer for arm in arms):
-        raise ConfigError(f"--arms {names!r}: {PEER} arms are compared with one of SGLang")
     if len(arms) < 2:
         raise ConfigError(f"--arms {names!r}: a comparison takes two arms or more")
+    if all(arm.is_peer for arm in arms):
+        raise ConfigError(f"--arms {names!r}: {PEER} arms are compared with one of SGLang")
     return arms
 
 
