@@ -90,6 +90,7 @@ class Answer:
         tokens: int = 40,
         output_tokens: int = 4,
         speculative: bool = False,
+        question: int | None = None,
     ) -> None:
         self.rid = next(_rids)
         self.server = server
@@ -100,6 +101,7 @@ class Answer:
             tokens=tokens,
             output_tokens=output_tokens,
             speculative=speculative,
+            question=question,
             rid=self.rid,
             stream=True,
         )
@@ -110,10 +112,10 @@ class Answer:
 
     def _read(self) -> None:
         headers = {"Content-Type": "application/json"}
-        self._connection.request("POST", "/generate", json.dumps(self.body), headers)
-        self._reply = self._connection.getresponse()
+        # Another thread may hang up.
         with suppress(OSError, http.client.HTTPException, AttributeError, ValueError):
-            for line in self._reply:
+            self._connection.request("POST", "/generate", json.dumps(self.body), headers)
+            for line in self._connection.getresponse():
                 event = line.decode().removeprefix("data: ").strip()
                 if event and event != "[DONE]":
                     self.began_s = self.began_s or time.monotonic()
@@ -133,11 +135,15 @@ class Answer:
         reason: dict[str, Any] = self.events[-1]["meta_info"]["finish_reason"]
         return reason
 
-    def abort(self) -> dict[str, Any]:
+    def cancel(self) -> None:
         self.server.post("/abort_request", {"rid": self.rid})
+
+    def abort(self) -> dict[str, Any]:
+        self.cancel()
         return self.end()
 
     def hang_up(self) -> None:
+        until(lambda: self._connection.sock)
         self._connection.sock.shutdown(2)
 
 
@@ -146,14 +152,16 @@ def request(
     tokens: int = 40,
     output_tokens: int = 4,
     speculative: bool = False,
+    question: int | None = None,
     **body: Any,
 ) -> dict[str, Any]:
-    """A greedy request over `documents` of `tokens` tokens each, and a question of its own."""
+    """A greedy request over `documents` of `tokens` tokens each, and a question, by default one
+    that nobody has asked before."""
     ids, spans = [7, 8, 9], []
     for document in documents:
         spans.append({"id": str(document), "start": len(ids), "end": len(ids) + tokens})
         ids += [1000 + (document * 7919 + position * 31) % 40000 for position in range(tokens)]
-    ids += [500 + next(_questions), 11, 12]
+    ids += [500 + (next(_questions) if question is None else question), 11, 12]
     rag = {"documents": spans, "speculative": speculative}
     params = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": {**params, "custom_params": {"rag": rag}}, **body}

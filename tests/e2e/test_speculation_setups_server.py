@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from e2e.speculative import (
     policy,
     pool,
     promote,
+    request,
     until,
     until_idle,
 )
@@ -108,3 +112,67 @@ def cancellation(server: Server) -> None:
         chunked.abort()
         Answer(server, 3, output_tokens=LONG, speculative=True).decoding().abort()
     assert (added["started"], added["cancelled"]) == (3, 3)
+
+
+STORMS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "two tiers": (["--enable-hierarchical-cache", "--hicache-ratio", "2"], {}),
+    "retractions": (["--page-size", "16"], {"SGLANG_TEST_RETRACT": "1"}),
+}
+
+
+@pytest.mark.parametrize("storm", STORMS)
+def test_a_storm_of_guesses_leaves_right_answers_and_no_trace(tmp_path: Path, storm: str) -> None:
+    """Hundreds of requests, eight at a time, that are promoted, aborted and hung up on at any
+    moment, in a device tier that holds few of their documents."""
+    more, env = STORMS[storm]
+    flags = [*FLAGS, *policy(max_prefill_bs=3), "--max-total-tokens", "2048"]
+    flags += ["--max-running-requests", "6", "--max-queued-requests", "64", *more]
+    with running_server(make_tiny_llama(tmp_path), *flags, env=env) as server:
+        rng = random.Random(3)
+        prompts = [tuple(rng.sample(range(10), rng.randint(1, 3))) for _ in range(40)]
+        known = {documents: greedy(server, documents) for documents in prompts}
+        asked = [rng.choice(prompts) for _ in range(300)]
+        server.flush_cache()
+        with counting(server) as added, ThreadPoolExecutor(8) as threads:
+            kept = threads.map(lambda one: play(server, *one, known[one[1]]), enumerate(asked))
+            promoted = sum(kept)
+        assert added["promoted"] == promoted > 10
+        assert min(added["started"], added["cancelled"], added["requests"]) > 20
+        assert server.get("/rag/stats")["integrity"] == "ok"
+        server.flush_cache()
+        device = server.get("/rag/stats")["device"]
+        assert device["free_tokens"] == device["capacity_tokens"]
+
+
+def greedy(server: Server, documents: tuple[int, ...]) -> list[int]:
+    tokens: list[int] = server.generate(**request(*documents, tokens=200, question=7))["output_ids"]
+    return tokens
+
+
+def play(server: Server, number: int, documents: tuple[int, ...], known: list[int]) -> bool:
+    """One request and what its client does meanwhile; whether it was promoted."""
+    rng = random.Random(number)
+    long = rng.random() < 0.3
+    answer = Answer(
+        server,
+        *documents,
+        tokens=200,
+        output_tokens=rng.randint(50, 300) if long else 4,
+        speculative=rng.random() < 0.7,
+        question=7,
+    )
+    promoted = False
+    if rng.random() < 0.5:
+        time.sleep(rng.choice([0, 0.01, 0.03, 0.1, 0.2]))
+        promoted = promote(server, answer) != ["unknown"]
+    if rng.random() < 0.4:
+        time.sleep(rng.choice([0, 0.01, 0.03, 0.1, 0.2]))
+        answer.cancel() if rng.random() < 0.8 else answer.hang_up()
+        return promoted
+    if answer.end()["type"] == "length":
+        assert answer.events[-1]["output_ids"][:4] == known
+    else:
+        assert answer.end()["message"].startswith("speculation")
+        assert answer.body["sampling_params"]["custom_params"]["rag"]["speculative"]
+        assert not promoted
+    return promoted
