@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -124,10 +125,11 @@ class FaissRetriever:
     def retrieve(self, query: str, k: int) -> Iterator[Stage]:
         if k < 1:
             raise ArgumentError(f"k must be at least 1, not {k}")
+        document = cache(self.store.__getitem__)  # most documents are in several stages
         for stage in self._search.search(self.encoder.encode([query])[0], k):
             yield Stage(
                 documents=tuple(
-                    ScoredDocument(self.store[int(position)], float(score))
+                    ScoredDocument(document(int(position)), float(score))
                     for position, score in zip(stage.positions, stage.scores, strict=True)
                 ),
                 final=stage.final,

@@ -18,6 +18,7 @@ from rag_radix_frontend.staged_search import (
     DEFAULT_EF_SEARCH,
     Candidates,
     check_positive,
+    check_query,
 )
 
 if TYPE_CHECKING:
@@ -69,12 +70,14 @@ class StagedHNSW:
 
         return (
             type(index) in (faiss.IndexHNSWFlat, faiss.IndexHNSWSQ, faiss.IndexHNSWPQ)
-            and index.hnsw.search_method == faiss.HNSW.SM_DEFAULT
+            # Older Faiss has one method.
+            and getattr(index.hnsw, "search_method", 0) == 0
             and index.ntotal > 0
             and StoredVectors.supports(index)
         )
 
     def search(self, vector: Vectors, k: int) -> Iterator[Candidates]:
+        check_query(vector, self._index)
         return self._search(vector, k, self._pace.ends(self._beam_size(k)))
 
     def warm_up(self) -> None:

@@ -16,6 +16,7 @@ from rag_radix_frontend.staged_search import (
     DEFAULT_NPROBE,
     Candidates,
     check_positive,
+    check_query,
     found,
     one_thread,
 )
@@ -58,6 +59,7 @@ class StagedIVF:
         )
 
     def search(self, vector: Vectors, k: int) -> Iterator[Candidates]:
+        check_query(vector, self._index)
         return self._search(vector, k, self._pace.ends(self._nprobe))
 
     def warm_up(self) -> None:

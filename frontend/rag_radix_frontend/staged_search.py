@@ -68,6 +68,7 @@ class FaissSearch:
         self._ef_search = ef_search
 
     def search(self, vector: Vectors, k: int) -> Iterator[Candidates]:
+        check_query(vector, self._index)
         with one_thread():
             scores, positions = self._index.search(vector[None, :], k, params=self._parameters(k))
         yield found(positions[0], scores[0], final=True)
@@ -112,6 +113,15 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         faiss.omp_set_num_threads(before)
+
+
+def check_query(vector: Vectors, index: Any) -> None:
+    """Raises ArgumentError for a query that isn't one vector of the width of a Faiss index."""
+    if vector.shape != (index.d,):
+        raise ArgumentError(
+            f"a query of this index has shape ({index.d},), not {vector.shape}; was it encoded by "
+            "the encoder that built the index?"
+        )
 
 
 def check_positive(name: str, value: int) -> None:

@@ -13,7 +13,7 @@ from rag_radix_frontend.encoders import Vectors
 from rag_radix_frontend.errors import ArgumentError
 from rag_radix_frontend.index import open_search
 from rag_radix_frontend.staged_hnsw import StagedHNSW
-from rag_radix_frontend.staged_search import FaissSearch
+from rag_radix_frontend.staged_search import FaissSearch, one_thread
 from search_oracle import METRICS, assert_equals_faiss, make_index, unit_vectors
 
 VECTORS = unit_vectors(3000, 32, seed=0)
@@ -173,11 +173,12 @@ def test_marks_of_earlier_searches_are_never_taken_for_ones_own(flat: Any) -> No
 @pytest.mark.parametrize("recipe", ["HNSW16,SQ4", "IDMap,HNSW16,Flat", "PCA16,HNSW16,Flat"])
 def test_what_cannot_be_walked_has_one_stage_and_its_own_effort(recipe: str) -> None:
     index = faiss.index_factory(32, recipe, faiss.METRIC_INNER_PRODUCT)
-    index.train(VECTORS)
-    if recipe.startswith("IDMap"):
-        index.add_with_ids(VECTORS, np.arange(len(VECTORS)))
-    else:
-        index.add(VECTORS)
+    with one_thread():
+        index.train(VECTORS[:1000])
+        if recipe.startswith("IDMap"):
+            index.add_with_ids(VECTORS, np.arange(len(VECTORS)))
+        else:
+            index.add(VECTORS)
     with pytest.raises(ArgumentError, match="one stage"):
         StagedHNSW(index)
     search = open_search(index, nprobe=16, ef_search=200, stages=8)
@@ -191,6 +192,13 @@ def test_an_empty_index_finds_nothing() -> None:
     empty = faiss.IndexHNSWFlat(32, 8, faiss.METRIC_INNER_PRODUCT)
     (stage,) = open_search(empty, nprobe=1, ef_search=8, stages=4).search(QUERIES[0], 5)
     assert len(stage.positions) == 0
+
+
+def test_a_query_of_another_width_is_refused(flat: Any) -> None:
+    for search in (StagedHNSW(flat, stages=2), FaissSearch(flat)):
+        for query in (VECTORS[0, :31], np.zeros(33, np.float32), VECTORS[:1]):
+            with pytest.raises(ArgumentError, match=r"shape \(32,\)"):
+                list(search.search(query, 5))
 
 
 def test_arguments_that_make_no_sense_are_named(flat: Any) -> None:

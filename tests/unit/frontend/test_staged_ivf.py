@@ -11,7 +11,7 @@ from rag_radix_frontend.errors import ArgumentError
 from rag_radix_frontend.index import open_search
 from rag_radix_frontend.pace import MAX_DOUBLINGS, MIN_FIRST_STAGE_S, Pace, doubling
 from rag_radix_frontend.staged_ivf import StagedIVF
-from rag_radix_frontend.staged_search import FaissSearch
+from rag_radix_frontend.staged_search import FaissSearch, one_thread
 from search_oracle import assert_equals_faiss, make_index, unit_vectors
 
 VECTORS = unit_vectors(4000, 32, seed=0)
@@ -121,11 +121,12 @@ def test_more_stages_than_clusters_are_as_many_as_there_are_clusters(flat: Any) 
 )
 def test_what_cannot_be_visited_by_clusters_has_one_stage_and_its_own_nprobe(recipe: str) -> None:
     index = faiss.index_factory(32, recipe, faiss.METRIC_INNER_PRODUCT)
-    index.train(VECTORS)
-    if recipe.startswith("IDMap"):
-        index.add_with_ids(VECTORS, np.arange(4000))
-    else:
-        index.add(VECTORS)
+    with one_thread():
+        index.train(VECTORS[:1000])
+        if recipe.startswith("IDMap"):
+            index.add_with_ids(VECTORS, np.arange(4000))
+        else:
+            index.add(VECTORS)
     with pytest.raises(ArgumentError, match="one stage"):
         StagedIVF(index)
     search = open_search(index, nprobe=16, ef_search=64, stages=8)
@@ -134,6 +135,13 @@ def test_what_cannot_be_visited_by_clusters_has_one_stage_and_its_own_nprobe(rec
     nprobe = None if recipe == "Flat" else parameters(16)
     expected = index.search(VECTORS[:1], 3, params=nprobe)[1][0]
     np.testing.assert_array_equal(stage.positions, expected)
+
+
+def test_a_query_of_another_width_is_refused(flat: Any) -> None:
+    for search in (StagedIVF(flat, stages=2), FaissSearch(flat)):
+        for query in (VECTORS[0, :31], np.zeros(33, np.float32), VECTORS[:1]):
+            with pytest.raises(ArgumentError, match=r"shape \(32,\)"):
+                list(search.search(query, 5))
 
 
 def test_arguments_that_make_no_sense_are_named(flat: Any) -> None:
