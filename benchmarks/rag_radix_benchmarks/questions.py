@@ -41,25 +41,35 @@ class TimedStage(NamedTuple):
 
 
 class WaitedSearch:
-    """A search that was timed before and is now waited for, as for a remote vector database."""
+    """A search that was timed before and is now waited for, as for a remote vector database.
 
-    def __init__(self, recorded: Mapping[int, Sequence[TimedStage]]) -> None:
+    Args:
+        recorded: By question.
+        scale: How many times as long as that it takes.
+    """
+
+    def __init__(self, recorded: Mapping[int, Sequence[TimedStage]], scale: float = 1.0) -> None:
         self._recorded = recorded
+        self._scale = scale
 
     @classmethod
-    def record(cls, search: Search, questions: Sequence[int], k: int) -> WaitedSearch:
+    def record(
+        cls, search: Search, questions: Sequence[int], k: int, scale: float = 1.0
+    ) -> WaitedSearch:
         """Time the search of each question; on an idle machine, or the times are others'."""
-        return cls({question: list(_timed(search.stages(question, k))) for question in questions})
+        recorded = {question: list(_timed(search.stages(question, k))) for question in questions}
+        return cls(recorded, scale)
 
     @property
     def mean_s(self) -> float:
         """Mean time of a whole search."""
-        return sum(stages[-1].after_s for stages in self._recorded.values()) / len(self._recorded)
+        ends_s = [stages[-1].after_s * self._scale for stages in self._recorded.values()]
+        return sum(ends_s) / len(ends_s)
 
     def stages(self, question: int, k: int) -> Iterator[Candidates]:
         started_s = perf_counter()
         for stage in self._recorded[question]:
-            sleep(max(0.0, started_s + stage.after_s - perf_counter()))
+            sleep(max(0.0, started_s + stage.after_s * self._scale - perf_counter()))
             yield stage.candidates
 
 

@@ -4,7 +4,7 @@
 which is emptied and warmed up before each run. Their documents come from an IVF index of
 `--vectors` vectors, of which a fraction of the clusters is searched: on this machine's cores
 (`local`), and as waiting for the stage times measured before the server started (`remote`), as a
-vector database elsewhere would have it. Arrivals are Poisson at `--loads` times what the server
+vector database elsewhere would have it; `--remote-scale` makes that one larger. Arrivals are Poisson at `--loads` times what the server
 takes in a closed loop without speculation. A ratio is `off` over `on`: above 1, speculation is
 better.
 """
@@ -56,6 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vectors", type=int, default=300_000, help="in the index")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS)
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=SEARCHES)
+    parser.add_argument(
+        "--remote-scale", type=float, default=1.0, help="of the times that are waited"
+    )
     parser.add_argument("--questions", type=int, default=100, help="different ones")
     parser.add_argument("--document-words", type=int, default=120)
     parser.add_argument("--k", type=int, default=2, help="documents a request")
@@ -121,8 +124,10 @@ def _searches(options: argparse.Namespace) -> Iterator[tuple[tuple[str, float], 
         staged.warm_up()
         local = LocalSearch(staged, workload.queries)
         yield ("local", fraction), local
-        recorded = WaitedSearch.record(local, range(options.questions), options.k)
-        _progress(f"{fraction:.1%} of the index: a search takes {recorded.mean_s * 1e3:.1f} ms")
+        recorded = WaitedSearch.record(
+            local, range(options.questions), options.k, options.remote_scale
+        )
+        _progress(f"{fraction:.1%} of the index: a search waits {recorded.mean_s * 1e3:.1f} ms")
         yield ("remote", fraction), recorded
 
 
