@@ -4,9 +4,9 @@
 which is emptied and warmed up before each run. Their documents come from an IVF index of
 `--vectors` vectors, of which a fraction of the clusters is searched: on this machine's cores
 (`local`), and as waiting for the stage times measured before the server started (`remote`), as a
-vector database elsewhere would have it; `--remote-scale` makes that one larger. Arrivals are Poisson at `--loads` times what the server
-takes in a closed loop without speculation. A ratio is `off` over `on`: above 1, speculation is
-better.
+vector database elsewhere would have it; `--remote-scale` makes that one larger. Arrivals are
+Poisson at `--loads` times what the server takes in a closed loop without speculation. A ratio is
+`off` over `on`: above 1, speculation is better.
 """
 
 from __future__ import annotations
