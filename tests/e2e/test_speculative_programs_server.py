@@ -196,7 +196,6 @@ def test_programs_with_random_searches_and_cancellations_give_the_answers_they_m
     until(lambda: not threads())
     total = backend.retrievals()
     fates = total.refused + total.ended + total.failed + total.cancelled + total.kept
-    print(total, server.get("/rag/stats")["speculation"], answered.count(True))
     assert fates == total.started
     assert total.failed == 0
     assert total.kept > 0
@@ -253,6 +252,7 @@ def test_wrong_guesses_leave_their_documents_for_the_answer(
     assert after["documents"] == before["documents"] + 2
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_every_speculation_answers_as_well(model: Path) -> None:
     config = json.dumps({"max_prefill_bs": 0})
     with running_server(model, *FLAGS, "--radix-eviction-policy-config", config) as server:
