@@ -170,7 +170,8 @@ def test_a_batch_speculates_for_each_program(
     @sgl.function
     def program(s: Any, i: int) -> None:
         def arrived() -> None:
-            eventually(lambda: any(r.prompt.endswith(f"#{i}#") for r in server.speculations))
+            prompt = f"Cats purr.\n\nDogs bark.\n\n#{i}#"
+            eventually(lambda: any(r.prompt == prompt for r in server.speculations))
 
         s += rag_retrieve(Scripted(OTHER, GUESS, arrived, GUESS), "q") + f"#{i}#"
         s += sgl.gen("answer")
