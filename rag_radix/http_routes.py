@@ -133,8 +133,13 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 async def _are_dispatched(manager: Any, rids: list[str]) -> None:
     """Wait for requests that are still being tokenized here: the schedulers don't know them."""
-    states = [manager.rid_to_state.get(rid) for rid in rids]
-    while any(state and not (state.dispatched or state.finished) for state in states):
+
+    def is_on_its_way(rid: str) -> bool:
+        # Asked for each time: one that can't be tokenized, or whose client has gone, is dropped.
+        state = manager.rid_to_state.get(rid)
+        return state is not None and not (state.dispatched or state.finished)
+
+    while any(map(is_on_its_way, rids)):
         await asyncio.sleep(0.001)
 
 

@@ -79,6 +79,20 @@ def test_a_promotion_waits_for_a_request_that_is_still_being_tokenized() -> None
     assert state.asked == 4
 
 
+def test_a_promotion_does_not_wait_for_a_request_that_could_not_be_tokenized() -> None:
+    class State:
+        finished = False
+
+        @property
+        def dispatched(self) -> bool:
+            states.pop("a", None)  # as SGLang drops it, without a mark
+            return False
+
+    states: dict[str, Any] = {"a": State()}
+    reply = client({"a": "unknown"}, states=states).post("/rag/promote", json={"rids": ["a"]})
+    assert reply.json() == {"rids": {"a": "unknown"}}
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
