@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rag_radix_frontend.encoders import Vectors
-
-if TYPE_CHECKING:
-    from rag_radix_frontend.hnsw_walk import Query, Storage
+from rag_radix_frontend.hnsw_arrays import BYTES, FLOATS, HALVES, SUBVECTORS, Query, Storage
 
 _CODES_OF_A_BYTE = 256
 
@@ -49,29 +47,25 @@ class StoredVectors:
     def arrays(self) -> Storage:
         import faiss
 
-        from rag_radix_frontend import hnsw_walk
-
         rows = self._stored.ntotal
         codes = faiss.rev_swig_ptr(self._stored.codes.data(), self._stored.codes.size())
         codes = codes.reshape(rows, -1)
-        kind = hnsw_walk.BYTES
+        kind = BYTES
         if isinstance(self._stored, faiss.IndexFlat):
-            kind = hnsw_walk.FLOATS
+            kind = FLOATS
         elif self._centroids is not None:
-            kind = hnsw_walk.SUBVECTORS
+            kind = SUBVECTORS
         elif self._step is None:
-            kind = hnsw_walk.HALVES
-        return hnsw_walk.Storage(
+            kind = HALVES
+        return Storage(
             kind,
-            codes.view(np.float32) if kind == hnsw_walk.FLOATS else np.empty((0, 0), np.float32),
-            codes.view(np.uint16) if kind == hnsw_walk.HALVES else np.empty((0, 0), np.uint16),
+            codes.view(np.float32) if kind == FLOATS else np.empty((0, 0), np.float32),
+            codes.view(np.uint16) if kind == HALVES else np.empty((0, 0), np.uint16),
             codes,
         )
 
     def query(self, vector: Vectors) -> Query:
         """The question `vector`, float32 [d]."""
-        from rag_radix_frontend.hnsw_walk import Query
-
         values, scales, base = vector, np.ones_like(vector), 0.0
         table = np.empty((0, 0), np.float32)
         if self._centroids is not None:

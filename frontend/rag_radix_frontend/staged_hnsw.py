@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rag_radix_frontend.encoders import Vectors
 from rag_radix_frontend.errors import ArgumentError
+from rag_radix_frontend.hnsw_arrays import Graph, Walk
 from rag_radix_frontend.hnsw_storage import StoredVectors
 from rag_radix_frontend.pace import Pace, Stages
 from rag_radix_frontend.staged_search import (
@@ -20,9 +21,6 @@ from rag_radix_frontend.staged_search import (
     check_positive,
     check_query,
 )
-
-if TYPE_CHECKING:
-    from rag_radix_frontend.hnsw_walk import Graph, Walk
 
 _UNLIMITED_HOPS = np.iinfo(np.int64).max
 _MARKS = 255
@@ -106,8 +104,6 @@ class StagedHNSW:
         return min(max(self._ef_search, k), len(self._storage.codes))
 
     def _new_walk(self, beam_size: int) -> Walk:
-        from rag_radix_frontend.hnsw_walk import Walk
-
         try:
             visited, mark = self._idle_visited.pop()
         except IndexError:
@@ -139,8 +135,6 @@ class StagedHNSW:
 
 def _graph_of(index: Any) -> Graph:
     import faiss
-
-    from rag_radix_frontend.hnsw_walk import Graph
 
     hnsw = index.hnsw
     return Graph(
