@@ -91,6 +91,10 @@ class KnowledgeSchedulePolicy(SchedulePolicy):
             return Turn.SERVE
         return self.queue.turn(req, req.prefix_len + req.host_hit_length)
 
+    def may_preempt(self, req: Any) -> bool:
+        """Whether running requests of a lower priority may make way for `req`."""
+        return not self._is_guess(req)
+
     def serve(self, req: Any) -> None:
         """Note that `req` was added to the batch."""
         if self.queue is not None:
@@ -129,6 +133,10 @@ class KnowledgePrefillAdder(PrefillAdder):
         if self.can_run_list and self.can_run_list[-1] is req:
             self._policy.serve(req)
         return result
+
+    def preempt_to_schedule(self, req: Any) -> bool:
+        """SGLang's, for requests that may preempt others."""
+        return self._policy.may_preempt(req) and bool(super().preempt_to_schedule(req))
 
 
 def install(scheduler: Any) -> None:
@@ -177,6 +185,7 @@ SURFACE: dict[str, tuple[str, ...]] = {
         "has_chunked_req",
         "truncation_align_size",
     ),
+    f"{_POLICY}:PrefillAdder.preempt_to_schedule": ("self", "req"),
     "sglang.srt.managers.scheduler:Scheduler.init_schedule_policy": ("self",),
     "sglang.srt.managers.scheduler:Scheduler.get_prefill_adder_class": ("self",),
     "sglang.srt.managers.schedule_batch:Req._compute_max_prefix_len": ("self", "input_len"),

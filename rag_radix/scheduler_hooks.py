@@ -107,8 +107,7 @@ def _promote(scheduler: Any, rids: list[str]) -> dict[str, str]:
 
 
 def _pool(scheduler: Any, _body: None) -> dict[str, Any]:
-    waiting = len(scheduler.waiting_queue)
-    limit = scheduler.tree_cache.settings.max_prefill_bs
+    waiting, limit = len(scheduler.waiting_queue), yielding.waiting_limit(scheduler)
     return {"waiting": waiting, "max_prefill_bs": limit, "accepts": waiting < limit}
 
 

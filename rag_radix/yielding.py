@@ -29,12 +29,19 @@ def abort_on_queued_limit(original: Any, scheduler: Any, req: Any) -> bool:
     """Around `Scheduler._abort_on_queued_limit`: True when `req` may not come in."""
     speculations: Speculations = scheduler.tree_cache.speculations
     # A request with an error only comes in to be answered with it.
-    if req.to_finish is not None or speculations.is_known(req):
+    if req.to_finish is not None:
         return bool(original(scheduler, req))
     if not speculations.is_guess(req):
         _make_place(scheduler, speculations)
         return bool(original(scheduler, req))
-    waiting, limit = len(scheduler.waiting_queue), scheduler.tree_cache.settings.max_prefill_bs
+    if speculations.is_known(req):  # back after a retraction
+        if not _is_full(scheduler):
+            return bool(original(scheduler, req))
+        # With priorities SGLang might have another request go for it.
+        _note_ended(speculations.in_flight[req.rid], speculations)
+        _send_abort(scheduler, req, _ENDED_MESSAGE)
+        return True
+    waiting, limit = len(scheduler.waiting_queue), waiting_limit(scheduler)
     if waiting >= limit:
         speculations.counters.refused += 1
         _send_abort(scheduler, req, f"{REFUSED}: {waiting} requests wait, the limit is {limit}")
@@ -45,11 +52,24 @@ def abort_on_queued_limit(original: Any, scheduler: Any, req: Any) -> bool:
     return False
 
 
+def waiting_limit(scheduler: Any) -> int:
+    """While so many requests wait, speculations are refused."""
+    limit: int = scheduler.tree_cache.settings.max_prefill_bs
+    queued = scheduler.max_queued_requests
+    return limit if queued is None else min(limit, queued)
+
+
+def _is_full(scheduler: Any) -> bool:
+    """Whether SGLang's queue is at its limit."""
+    limit = scheduler.max_queued_requests
+    return limit is not None and len(scheduler.waiting_queue) >= limit
+
+
 def _make_place(scheduler: Any, speculations: Speculations) -> None:
     """With SGLang's queue at its limit, end the youngest guess in it."""
-    queue, limit = scheduler.waiting_queue, scheduler.max_queued_requests
-    if limit is None or len(queue) < limit:
+    if not _is_full(scheduler):
         return
+    queue = scheduler.waiting_queue
     for speculation in reversed(speculations.in_flight.values()):
         if speculation.retrieval.speculative and speculation.req in queue:
             queue.remove(speculation.req)

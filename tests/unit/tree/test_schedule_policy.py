@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_policy import AddReqResult, SchedulePolicy
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tree_harness import Harness, harness
 from unit.tree.prompts import prompt
@@ -265,6 +265,17 @@ def test_a_promoted_speculation_arrives_when_it_is_promoted():
         Retrieval.of(guess, None).speculative = False
         assert it.run(1) == [second]
         assert it.run(1) == [guess]
+
+
+def test_a_speculation_preempts_nobody(monkeypatch):
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda self, req: True)
+    with passes(scheduling={"priorities": True}) as it:
+        guess, ordinary = it.arrive("a", speculative=True, priority=9), it.arrive("b", priority=1)
+        adder = it.scheduler.get_prefill_adder_class()(
+            it.h.page_size, it.h.tree, it.h.allocator, None, 0.0, 100_000, None
+        )
+        assert not adder.preempt_to_schedule(guess)
+        assert adder.preempt_to_schedule(ordinary)
 
 
 def test_priorities_come_before_reuse():

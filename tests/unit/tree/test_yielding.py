@@ -174,3 +174,40 @@ def test_the_chunks_of_others_are_left_alone(h):
     assert other.rag_retrieval.inserted_end == 0
     on.chunked_req = None
     yielding.before_pending_chunked_abort(on)
+
+
+def arriving(on: Any, req: Any) -> tuple[bool, list[str]]:
+    """Whether `req` is turned away, and what SGLang and we said to whom."""
+    said: list[str] = []
+
+    def sglang(_scheduler: Any, _req: Any) -> bool:
+        said.append("sglang was asked")
+        return False
+
+    on.send_abort_output = lambda abort, _req: said.append(abort.finished_reason["message"])
+    return yielding.abort_on_queued_limit(sglang, on, req), said
+
+
+def test_a_guess_is_refused_by_a_full_queue_before_sglang_makes_place_for_its_priority(h):
+    ordinary = h.request(*prompt("x"))
+    on = scheduler(h, ordinary, max_queued_requests=1)
+    turned_away, said = arriving(on, h.request(*prompt("a"), speculative=True))
+    assert turned_away
+    assert said == ["speculation refused: 1 requests wait, the limit is 1"]
+    assert on.waiting_queue == [ordinary]
+
+
+def test_a_retracted_guess_is_ended_by_a_full_queue(h):
+    (guess,) = decoding(h, 1)
+    h.drop(guess)
+    guess.reset_for_retract()
+    turned_away, said = arriving(scheduler(h, max_queued_requests=1), guess)
+    assert (turned_away, said) == (False, ["sglang was asked"])
+    on = scheduler(h, h.request(*prompt("x")), max_queued_requests=1)
+    turned_away, said = arriving(on, guess)
+    assert turned_away
+    assert said == ["speculation ended: requests that are no speculations wait"]
+    h.tree.speculations.aborted(guess)  # as SGLang does with what is turned away
+    counters = h.tree.speculations.counters
+    assert (counters.ended, counters.cancelled) == (1, 0)
+    assert not h.tree.speculations.in_flight
