@@ -62,7 +62,8 @@ def backend(server: Server) -> Iterator[RagEndpoint]:
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("rag-")]
+    names = ("rag-speculation", "rag-promote", "rag-abort", "rag-gate")
+    return [thread for thread in threading.enumerate() if thread.name in names]
 
 
 def is_idle(server: Server) -> bool:

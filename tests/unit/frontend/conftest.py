@@ -185,11 +185,14 @@ def backend(server: SpeculativeServer) -> RagEndpoint:
     return RagEndpoint(server.url, chat_template_name="chatml")
 
 
+_THREADS = {"rag-speculation", "rag-promote", "rag-abort", "rag-gate"}
+
+
 @pytest.fixture
 def no_threads_left() -> Iterator[None]:
     """The threads of speculations end by themselves."""
     yield
     eventually(
-        lambda: not [t for t in threading.enumerate() if t.name.startswith("rag-")],
+        lambda: not {t.name for t in threading.enumerate()} & _THREADS,
         "a thread is left",
     )
