@@ -71,6 +71,7 @@ class StagedHNSW:
             # Older Faiss has one method.
             and getattr(index.hnsw, "search_method", 0) == 0
             and index.ntotal > 0
+            and index.metric_type in (faiss.METRIC_INNER_PRODUCT, faiss.METRIC_L2)
             and StoredVectors.supports(index)
         )
 

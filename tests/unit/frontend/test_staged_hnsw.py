@@ -188,6 +188,12 @@ def test_what_cannot_be_walked_has_one_stage_and_its_own_effort(recipe: str) -> 
     np.testing.assert_array_equal(stage.positions, expected)
 
 
+def test_other_metrics_are_left_to_faiss() -> None:
+    index = faiss.IndexHNSWFlat(32, 16, faiss.METRIC_L1)
+    index.add(VECTORS)
+    assert isinstance(open_search(index, nprobe=1, ef_search=64, stages=2), FaissSearch)
+
+
 def test_an_empty_index_finds_nothing() -> None:
     empty = faiss.IndexHNSWFlat(32, 8, faiss.METRIC_INNER_PRODUCT)
     (stage,) = open_search(empty, nprobe=1, ef_search=8, stages=4).search(QUERIES[0], 5)
