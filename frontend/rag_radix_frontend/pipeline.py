@@ -149,6 +149,8 @@ class Pipeline:
     def admitted(self) -> None:
         with self._lock:
             if self._call is not None and self._speculation is None:
+                # It may have come back for other documents meanwhile.
+                self._gate.withdraw(self)
                 self._start(self._call)
             else:
                 self._gate.leave()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang as sgl
-from rag_radix_frontend import RagEndpoint, rag_retrieve
-from unit.frontend.speculative_programs import GUESS, OTHER, ask, report_of, sent, settled
+from rag_radix_frontend import RagEndpoint, pipeline, rag_retrieve
+from rag_radix_frontend.gate import Gate
+from rag_radix_frontend.retriever import ScoredDocument
+from unit.frontend.speculative_programs import CATS, GUESS, OTHER, ask, report_of, sent, settled
 from unit.frontend.speculative_server import Scripted, SpeculativeServer, eventually
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -153,3 +156,23 @@ def test_a_server_without_the_routes_gets_no_speculations_and_is_asked_once(
         assert ask(script).run(backend=backend)["answer"] == "[35:'o? ']"
     assert [r.speculative for r in server.requests] == [False] * 3
     assert server.pool_asked == 1
+
+
+def test_a_candidate_that_is_let_through_late_waits_no_more(monkeypatch: Any) -> None:
+    monkeypatch.setattr(pipeline, "next_call", lambda *_: "call")
+    started: list[str] = []
+    gate = Gate(lambda: 0)
+    speculator: Any = SimpleNamespace(
+        gate=gate,
+        start=lambda _executor, call, _log, _over: (
+            started.append(call) or SimpleNamespace(discard=lambda: None)
+        ),
+    )
+    executor: Any = SimpleNamespace(meta_info={})
+    with pipeline.Pipeline(executor, "docs", str, speculator=speculator, total=None) as retrieval:
+        retrieval.guess((ScoredDocument(CATS, 1.0),))
+        assert list(gate._waiting) == [retrieval]
+        retrieval.admitted()  # for the documents before these, say
+        assert started == ["call"]
+        assert not gate._waiting
+        gate.leave()
