@@ -131,11 +131,16 @@ _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "process_pending_chunked_abort": ("before", _before_chunked_abort),
     "get_new_batch_prefill": ("after", _after_batch),
 }
-TARGETS = {f"{_MODULE}.Scheduler.{name}": hook for name, hook in _HOOKS.items()}
+_BATCH = "sglang.srt.managers.schedule_batch"
+TARGETS = {
+    **{f"{_MODULE}.Scheduler.{name}": hook for name, hook in _HOOKS.items()},
+    f"{_BATCH}.ScheduleBatch._get_decode_retraction_order": ("around", yielding.retraction_order),
+}
 
 # What the hooks take and call, with its parameters.
 SURFACE: dict[str, tuple[str, ...]] = {
     f"{_MODULE}:_make_abort_req": ("req", "finished_reason"),
+    f"{_BATCH}:ScheduleBatch._get_decode_retraction_order": ("reqs",),
     **{
         f"{_MODULE}:Scheduler.{name}": ("self", *parameters)
         for name, parameters in {

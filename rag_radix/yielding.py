@@ -134,6 +134,18 @@ def after_new_batch_prefill(plan: Any, scheduler: Any) -> None:
                 _end(scheduler, guess, speculations)
 
 
+def retraction_order(original: Any, reqs: list[Any]) -> list[int]:
+    """Around `ScheduleBatch._get_decode_retraction_order`, of which the last ones are retracted
+    first when decoding runs out of tokens: guesses."""
+    return sorted(original(reqs), key=lambda index: _is_guess(reqs[index]))
+
+
+def _is_guess(req: Any) -> bool:
+    """Whether `req`, of any scheduler, runs as a guess."""
+    retrieval: Retrieval | None = getattr(req, "rag_retrieval", None)
+    return retrieval is not None and retrieval.speculative
+
+
 def _waits_for_running_ones(scheduler: Any) -> bool:
     """Whether requests may wait although there is room: for an adapter to be unloaded, or for
     `--min-free-slots-delay` rows to be free at once."""

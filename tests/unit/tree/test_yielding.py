@@ -102,6 +102,17 @@ def test_a_pass_that_serves_nobody_though_there_is_room_ends_guesses(h, field):
     assert ended(guesses) == [True]
 
 
+def test_when_decoding_runs_out_of_tokens_guesses_are_retracted_first(h):
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    guesses = decoding(h, 3)
+    h.tree.speculations.promote(guesses[2].rid)
+    ordinary = h.request(*prompt("x"))  # would go first: nothing of its output is there
+    reqs = [guesses[0], ordinary, *guesses[1:]]
+    order = yielding.retraction_order(ScheduleBatch._get_decode_retraction_order, reqs)
+    assert order == [3, 1, 0, 2]
+
+
 def test_decoding_requests_of_a_mixed_batch_are_not_counted_as_prefilled(h):
     first, second = decoding(h, 2)
     tokens = [h.tree.speculations.in_flight[g.rid].computed_tokens for g in (first, second)]
