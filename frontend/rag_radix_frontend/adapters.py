@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from rag_radix_frontend.document import Document
@@ -75,8 +76,8 @@ class CallableRetriever:
         items = iter(self._function(query, k))
         first = next(items, None)
         if not isinstance(first, Stage):
-            rest = () if first is None else (first, *items)
-            yield Stage(_ranked(map(self._scored, rest), k), final=True)
+            found = () if first is None else chain((first,), items)
+            yield Stage(_ranked(map(self._scored, found), k), final=True)
             return
         stage = first
         while not stage.final:

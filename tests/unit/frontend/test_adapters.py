@@ -75,6 +75,15 @@ def test_more_than_k_documents_are_cut() -> None:
         assert len(final_documents(retriever, "q", 2)) == 2
 
 
+def test_no_more_than_k_documents_are_asked_of_a_function() -> None:
+    def endless(query: str, k: int) -> Iterator[Document]:
+        for place in range(10):
+            yield Document(str(place), "text")
+        raise AssertionError("it would go on for ever")
+
+    assert len(final_documents(CallableRetriever(endless), "q", 3)) == 3
+
+
 def test_objects_of_another_kind_are_refused_at_once() -> None:
     with pytest.raises(ArgumentError, match=r"dict has no method invoke"):
         LangChainRetriever({})
