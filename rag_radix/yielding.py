@@ -28,8 +28,12 @@ _ENDED_MESSAGE = f"{ENDED}: requests that are no speculations wait"
 def abort_on_queued_limit(original: Any, scheduler: Any, req: Any) -> bool:
     """Around `Scheduler._abort_on_queued_limit`: True when `req` may not come in."""
     speculations: Speculations = scheduler.tree_cache.speculations
-    # A request with an error only comes in to be answered with it.
     if req.to_finish is not None:
+        if req.retracted_stain and speculations.is_guess(req):
+            # Told to end, and retracted before it could: it would wait here for all others.
+            _send_abort(scheduler, req, req.to_finish.message)
+            return True
+        # A request with an error only comes in to be answered with it.
         return bool(original(scheduler, req))
     if not speculations.is_guess(req):
         _make_place(scheduler, speculations)

@@ -222,3 +222,16 @@ def test_a_retracted_guess_is_ended_by_a_full_queue(h):
     counters = h.tree.speculations.counters
     assert (counters.ended, counters.cancelled) == (1, 0)
     assert not h.tree.speculations.in_flight
+
+
+def test_a_guess_that_is_retracted_while_it_ends_is_over_at_once(h):
+    (guess,) = decoding(h, 1)
+    waiting = h.request(*prompt("x"))
+    a_pass(scheduler(h, waiting), full=True)
+    h.drop(guess)
+    guess.reset_for_retract()
+    turned_away, said = arriving(scheduler(h, waiting, max_queued_requests=None), guess)
+    assert turned_away
+    assert said == ["speculation ended: requests that are no speculations wait"]
+    assert h.tree.speculations.counters.ended == 1
+    assert not h.tree.speculations.in_flight
