@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -174,10 +174,14 @@ def _server_of(client: Any) -> ChatServer:
 
 
 async def _stages(retriever: Retriever, query: str, k: int) -> AsyncIterator[Stage]:
+    def begin() -> Iterator[Stage]:
+        try:
+            return iter(retriever.retrieve(query, k))
+        except StopIteration as error:  # A future can't hold it and would never be done.
+            raise RetrievalError(f"{type(retriever).__name__} raised StopIteration") from error
+
     loop = asyncio.get_running_loop()
-    stages = await loop.run_in_executor(
-        _search_threads(), lambda: iter(retriever.retrieve(query, k))
-    )
+    stages = await loop.run_in_executor(_search_threads(), begin)
     while (stage := await loop.run_in_executor(_search_threads(), next, stages, None)) is not None:
         yield stage
 

@@ -308,6 +308,19 @@ def test_an_exception_in_the_retriever_ends_the_speculation():
     run(scenario)
 
 
+def test_a_retriever_that_looks_for_what_is_not_there_raises_that():
+    class Naive:
+        def retrieve(self, query: str, k: int) -> Any:
+            return [next(iter(()))]
+
+    async def run() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(RetrievalError, match="StopIteration"):
+                await retrieve_and_generate(FakeClient(), Naive(), "q", lambda _: [])
+
+    asyncio.run(run())
+
+
 def test_a_caller_that_gives_up_ends_the_speculation():
     async def scenario(client, steps):
         answer = ask(client, steps)
