@@ -31,7 +31,7 @@ from sglang.lang import interpreter
 from sglang.lang.interpreter import ProgramState, ProgramStateGroup, StreamExecutor
 from sglang.lang.ir import SglExprList, SglSelect
 
-from rag_radix_frontend.errors import IncompatibleSGLangError
+from rag_radix_frontend.errors import IncompatibleSGLangError, RetrievalError
 
 if TYPE_CHECKING:
     from rag_radix_frontend.speculation import Speculation
@@ -162,12 +162,24 @@ class RagStreamExecutor(StreamExecutor):
         if not isinstance(expr, ComputedText):
             super()._execute_select(expr)
             return
-        text = expr.compute(self)
+        text = self._compute(expr)
         self._execute_fill(text)
         self.variables[expr.name] = text
         self.variable_event[expr.name].set()
         if self.stream:
             self.stream_var_event[expr.name].set()
+
+    def _compute(self, expr: ComputedText) -> str:
+        try:
+            return expr.compute(self)
+        except Exception:
+            raise
+        except BaseException as error:
+            # As asyncio.CancelledError is. SGLang's thread would end without a word and the
+            # program wait for ever; without a thread it is the program's own affair.
+            if not self.use_thread:
+                raise
+            raise RetrievalError(f"{expr!r} ended with {error!r}") from error
 
     def _resolve_sampling_params(self, sampling_params: Any) -> Any:
         # SGLang extends the expression's own stop strings, so that they grow each time.

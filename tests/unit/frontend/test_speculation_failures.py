@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import sglang as sgl
 from rag_radix_frontend import Document, RagEndpoint, rag_retrieve
-from rag_radix_frontend.errors import RequestAborted
+from rag_radix_frontend.errors import RequestAborted, RetrievalError
 from unit.frontend.speculative_programs import (
     GUESS,
     MOON,
@@ -49,6 +50,18 @@ def test_a_search_that_fails_ends_its_speculation_and_raises(
         "".join(state.text_iter("answer"))
     eventually(lambda: server.requests[0].end == "Aborted")
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("ending", [asyncio.CancelledError, SystemExit])
+def test_a_search_that_ends_with_no_exception_proper_fails_the_program_too(
+    backend: RagEndpoint, ending: type[BaseException]
+) -> None:
+    def end() -> None:
+        raise ending
+
+    state = ask(Scripted(end, GUESS)).run(backend=backend)
+    with pytest.raises(RetrievalError, match=ending.__name__):
+        state.text()
 
 
 def test_a_template_that_fails_for_a_final_document_raises(
