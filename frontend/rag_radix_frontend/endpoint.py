@@ -38,6 +38,9 @@ _LOGPROB_OPTIONS = (
     "return_text_in_logprobs",
 )
 
+# The server's limit. A select has a request for each choice.
+_PROMOTED_AT_ONCE = 1024
+
 
 class RagEndpoint(RuntimeEndpoint):
     """`sgl.RuntimeEndpoint`, with four differences.
@@ -203,7 +206,10 @@ class RagEndpoint(RuntimeEndpoint):
         return max(1, pool["max_prefill_bs"] - pool["waiting"]) if pool["accepts"] else 0
 
     def _promote(self, rids: list[str]) -> Mapping[str, str]:
-        states: Mapping[str, str] = self._post("/rag/promote", {"rids": rids}).json()["rids"]
+        states: dict[str, str] = {}
+        for start in range(0, len(rids), _PROMOTED_AT_ONCE):
+            some = rids[start : start + _PROMOTED_AT_ONCE]
+            states |= self._post("/rag/promote", {"rids": some}).json()["rids"]
         return states
 
     def _get(self, route: str) -> Any:

@@ -166,3 +166,11 @@ def test_a_template_that_gives_another_text_each_time_is_never_wrong(
     assert state["answer"]
     assert server.ordinary[0].prompt == "Read. 2Cats purr.3Dogs bark.Who? "
     report_of(state, cancelled=1)
+
+
+def test_more_are_promoted_than_the_server_takes_at_once(
+    server: SpeculativeServer, backend: RagEndpoint
+) -> None:
+    rids = [str(number) for number in range(2500)]
+    assert list(backend._promote(rids)) == rids
+    assert [len(asked) for asked in server.promotions] == [1024, 1024, 452]
