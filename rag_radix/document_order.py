@@ -58,8 +58,7 @@ def parse(body: bytes, tokenizer: Any) -> dict[str, Any]:
         raise ValueError("this server's tokenizer can't tokenize a prompt in pieces")
     ends = list(accumulate((len(text) for text in texts), initial=len(value["text"])))
     spans = [
-        DocumentSpan(str(index), start, end)
-        for index, (start, end) in enumerate(pairwise(ends))
+        DocumentSpan(str(index), start, end) for index, (start, end) in enumerate(pairwise(ends))
     ]
     ids, placed = pieces.place(value["text"] + "".join(texts), spans)
     documents: list[list[int]] = [[] for _ in texts]

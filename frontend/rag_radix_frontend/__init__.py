@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from rag_radix_frontend.retrieve import rag_retrieve
     from rag_radix_frontend.retrieved_text import RetrievedText
     from rag_radix_frontend.retriever import FaissRetriever, Retriever, ScoredDocument, Stage
+    from rag_radix_frontend.staged_hnsw import StagedHNSW
+    from rag_radix_frontend.staged_ivf import StagedIVF
 
 _MODULES = {
     "CallableEncoder": "encoders",
@@ -45,6 +47,8 @@ _MODULES = {
     "Retriever": "retriever",
     "ScoredDocument": "retriever",
     "Stage": "retriever",
+    "StagedHNSW": "staged_hnsw",
+    "StagedIVF": "staged_ivf",
     "annotate": "messages",
     "RetrievedAnswer": "chat_pipeline",
     "build_index": "build",
@@ -70,6 +74,8 @@ __all__ = [
     "Retriever",
     "ScoredDocument",
     "Stage",
+    "StagedHNSW",
+    "StagedIVF",
     "annotate",
     "build_index",
     "chat_retrievals",
