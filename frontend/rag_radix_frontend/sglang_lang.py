@@ -230,16 +230,20 @@ class RagProgramState(ProgramState):
         self, var_name: str | None = None, return_meta_data: bool = False
     ) -> AsyncIterator[Any]:
         shown = 0
+        # A whole text has none.
+        with_meta_data = return_meta_data and var_name is not None
         self._let_pass()
         try:
             async for item in super().text_async_iter(var_name, return_meta_data):
+                if with_meta_data and item == "":  # the program has ended
+                    continue
                 shown += len(item[0] if isinstance(item, tuple) else item)
                 yield item
         except KeyError:
             self._raise_if_incomplete(var_name)
             raise
         if rest := self._rest(var_name, shown):
-            yield (rest, self.stream_executor.meta_info[var_name]) if return_meta_data else rest
+            yield (rest, self.stream_executor.meta_info[var_name]) if with_meta_data else rest
         self._raise_if_incomplete(var_name)
 
     # SGLang's iterators end when the text is complete, whether or not they have shown all of it: a

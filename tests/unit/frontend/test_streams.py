@@ -71,3 +71,32 @@ def test_the_rest_of_a_stream_comes_with_its_meta_data(
     pieces = asyncio.run(read_with_meta())
     assert "".join(text for text, _ in pieces) == state["answer"]
     assert pieces[-1][1]["finish_reason"] == {"type": "stop"}
+
+
+@pytest.mark.parametrize("name", [None, "answer"])
+def test_a_late_reader_of_meta_data_gets_what_a_punctual_one_would(
+    backend: Any, name: str | None
+) -> None:
+    async def pieces(state: Any) -> list[Any]:
+        return [p async for p in state.text_async_iter(name, return_meta_data=True)]
+
+    state = program.run(backend=backend, stream=True)
+    eventually(lambda: state.stream_executor.is_finished)
+    read = asyncio.run(pieces(state))
+    if name is None:  # of a whole text SGLang gives none
+        assert "".join(read) == state.text()
+    else:
+        assert "".join(text for text, _ in read) == state[name]
+        assert read[-1][1] == state.get_meta_info(name)
+
+
+def test_the_rest_of_a_whole_text_has_no_meta_data(backend: Any) -> None:
+    async def pieces(state: Any) -> list[Any]:
+        read = []
+        async for piece in state.text_async_iter(return_meta_data=True):
+            read.append(piece)
+            time.sleep(0.03)
+        return read
+
+    state = program.run(backend=backend, stream=True)
+    assert "".join(asyncio.run(pieces(state))) == state.text()
