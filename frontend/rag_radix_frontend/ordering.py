@@ -47,15 +47,18 @@ class Arrangement:
 
     def __call__(self, documents: Documents) -> Documents:
         if self._order == "canonical":
-            return tuple(sorted(documents, key=_identity))
+            return tuple(sorted(documents, key=text_identity))
         if self._order == "score" or len(documents) < 2:
             return documents
-        these = frozenset(_identity(each) for each in documents)
+        these = frozenset(text_identity(each) for each in documents)
         if these not in self._known:
-            self._known[these] = [_identity(documents[index]) for index in self._ask(documents)]
-        return tuple(sorted(documents, key=lambda each: self._known[these].index(_identity(each))))
+            asked = self._ask(documents)
+            self._known[these] = [text_identity(documents[index]) for index in asked]
+        known = self._known[these]
+        return tuple(sorted(documents, key=lambda each: known.index(text_identity(each))))
 
 
-def _identity(scored: ScoredDocument) -> tuple[str, str, str]:
+def text_identity(scored: ScoredDocument) -> tuple[str, str, str]:
+    """What makes two retrieved documents the same text; scores and metadata don't matter."""
     document = scored.document
     return document.id, document.version, document.text

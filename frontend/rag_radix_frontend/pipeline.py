@@ -12,17 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self
 
-from rag_radix_frontend.document import Document
 from rag_radix_frontend.gate import Gate
 from rag_radix_frontend.in_flight import InFlight
+from rag_radix_frontend.ordering import Documents, text_identity
 from rag_radix_frontend.promotion import Promoter
 from rag_radix_frontend.retrieval_report import RetrievalLog, RetrievalReport
-from rag_radix_frontend.retriever import ScoredDocument
 from rag_radix_frontend.run_ahead import Call, next_call
 from rag_radix_frontend.sglang_lang import RagStreamExecutor
 from rag_radix_frontend.speculation import Speculation
-
-Documents = tuple[ScoredDocument, ...]
 
 
 class Speculator:
@@ -201,9 +198,5 @@ class Pipeline:
 
 
 def _same(documents: Documents, others: Documents) -> bool:
-    """Whether they are the same text in the same order; scores and metadata don't matter."""
-    return [_identity(d) for d, _ in documents] == [_identity(d) for d, _ in others]
-
-
-def _identity(document: Document) -> tuple[str, str, str]:
-    return document.id, document.version, document.text
+    """Whether they are the same text in the same order."""
+    return [text_identity(each) for each in documents] == [text_identity(each) for each in others]
