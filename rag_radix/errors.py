@@ -21,6 +21,14 @@ class AnnotationError(RagRadixError, ValueError):
         self.field = field
 
 
+class ControlError(RagRadixError, ValueError):
+    """An operator's call can't be done; the message says why."""
+
+
+class UnknownDocumentError(ControlError):
+    """An operator named a document that the server doesn't know."""
+
+
 class TraceError(RagRadixError, ValueError):
     """A request trace can't be read or written; the message names line and field."""
 

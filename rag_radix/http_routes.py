@@ -17,6 +17,8 @@ scheduler failed.
 - `POST /rag/order` ``{"text": ..., "documents": [...]}``: in which order of these texts, behind
   that one, the longest prefix is cached. Answers ``{"order": [...], "cached_tokens": n}``; see
   `rag_radix.document_order`. Of several data-parallel ranks, the one that has most.
+
+The operators' routes are in `rag_radix.control.routes`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 
 from rag_radix import document_order
 from rag_radix.admission import counters
+from rag_radix.control.routes import add_control_routes
 from rag_radix.errors import RpcError
 from rag_radix.names import ORDER_ACTION, POOL_ACTION, PROMOTE_ACTION, STATE_KEY
 
@@ -91,6 +94,7 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any], call: Call) -
     app.add_api_route(PROMOTE_PATH, rag_promote, methods=["POST"])
     app.add_api_route(POOL_PATH, rag_pool, methods=["GET"])
     app.add_api_route(ORDER_PATH, rag_order, methods=["POST"])
+    add_control_routes(app, call)
 
 
 def parse_rids(body: bytes) -> list[str]:

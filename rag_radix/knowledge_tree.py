@@ -8,6 +8,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from rag_radix.component import KnowledgeComponent
+from rag_radix.control.control import Control
 from rag_radix.counters import RequestCounters
 from rag_radix.history import Kind, PathHistories, PathHistory
 from rag_radix.integrity import check_integrity
@@ -50,6 +51,7 @@ class KnowledgeTree(UnifiedRadixCache):
         document_frequencies: Retrievals per document; survive eviction, not a flush.
         histories: Uses per path, for policies that ask for them; likewise.
         speculations: Guesses in flight, and those that have ended.
+        control: What operators do to it.
         waiting: The requests that wait to be served, next ones first.
     """
 
@@ -65,6 +67,7 @@ class KnowledgeTree(UnifiedRadixCache):
         self.histories = PathHistories()
         self.swap_out = SwapOut(self)
         self.speculations = Speculations(self)
+        self.control = Control(self)
         self.waiting: Callable[[], Iterable[Any]] = tuple
         super().__init__(params)
 
@@ -82,6 +85,7 @@ class KnowledgeTree(UnifiedRadixCache):
 
     def _reset_full(self) -> None:
         super()._reset_full()
+        self.control.reset()
         self.document_frequencies.clear()
         self.histories.clear()
         for tier in self.component.tiers:
@@ -129,6 +133,11 @@ class KnowledgeTree(UnifiedRadixCache):
         if self._recorder is not None and retrieval.counted and req.finished():
             self._recorder.record(retrieval, len(req.output_ids))
         self.speculations.released(req)
+        self.control.unlocked()
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        self.control.unlocked()
 
     # Speculations that are promoted
 
@@ -191,6 +200,14 @@ class KnowledgeTree(UnifiedRadixCache):
             if since < last <= start and first < last:
                 document = retrieval.document_key(index)
                 self._name(ends[last], Occurrence(document, last - first))
+        documents = retrieval.annotation.documents
+        unmarked = [i for first, last, i in spans if first == last or first < start < last]
+        for index in (*unmarked, *range(len(spans), len(documents))):
+            document, span = retrieval.document_key(index), documents[index]
+            for node, end in path:
+                overlaps = end > span.start and end - len(node.key) < span.end
+                if overlaps and document not in node.unmarked_documents:
+                    node.unmarked_documents = (*node.unmarked_documents, document)
         return path
 
     def _split(self, node: DocumentNode, tokens: int) -> DocumentNode:
@@ -202,6 +219,7 @@ class KnowledgeTree(UnifiedRadixCache):
     @staticmethod
     def _name(node: DocumentNode, occurrence: Occurrence) -> None:
         if occurrence not in node.occurrences:
+            node.names_forgotten |= len(node.occurrences) == _NAMES_KEPT
             node.occurrences = (*node.occurrences, occurrence)[-_NAMES_KEPT:]
         while node.parent is not None and node.is_tail:
             node.is_tail = False
@@ -304,8 +322,10 @@ class KnowledgeTree(UnifiedRadixCache):
             self.counters.documents += 1
             if end <= retrieval.hits.device:
                 self.counters.device_hit_documents += 1
+                self.document_frequencies.record_hit(document, on_host=False)
             elif end <= retrieval.hits.total:
                 self.counters.host_hit_documents += 1
+                self.document_frequencies.record_hit(document, on_host=True)
 
     def _page_floor(self, tokens: int) -> int:
         page: int = self.tree_core.page_size

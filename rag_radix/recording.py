@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from hashlib import blake2b
 
 from rag_radix.replay.trace import TraceDocument, TraceRequest, TraceWriter
 from rag_radix.retrieval import Retrieval
+from rag_radix.statistics import namespace_name
 
 
 class TraceRecorder:
@@ -26,11 +26,6 @@ class TraceRecorder:
         return time.monotonic() - self._started_s
 
     def record(self, retrieval: Retrieval, output_tokens: int) -> None:
-        namespace = ""
-        if retrieval.extra_key or retrieval.cache_salt:
-            # A salt is a secret.
-            names = repr((retrieval.extra_key, retrieval.cache_salt)).encode()
-            namespace = blake2b(names, digest_size=8).hexdigest()
         documents = tuple(
             TraceDocument(span.id, span.version, span.start, span.end)
             for span in retrieval.annotation.documents
@@ -41,6 +36,6 @@ class TraceRecorder:
                 documents=documents,
                 prompt_tokens=retrieval.prompt_tokens,
                 output_tokens=output_tokens,
-                namespace=namespace,
+                namespace=namespace_name(retrieval.extra_key, retrieval.cache_salt),
             )
         )

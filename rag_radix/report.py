@@ -70,6 +70,7 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "in_flight": len(tree.speculations.in_flight),
             "max_prefill_bs": tree.settings.max_prefill_bs,
         },
+        "control": tree.control.report(),
         "splits": core.splits,
     }
     if host is not None:

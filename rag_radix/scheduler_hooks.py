@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rag_radix import document_order, yielding
+from rag_radix.control import actions
 from rag_radix.door import is_applied
 from rag_radix.errors import IncompatibleSGLangError
 from rag_radix.names import ORDER_ACTION, POOL_ACTION, PROMOTE_ACTION, STATE_KEY
@@ -97,6 +98,8 @@ def _before_chunked_abort(scheduler: Any) -> None:
 def _after_batch(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     if has_tree(scheduler):
         yielding.after_new_batch_prefill(result, scheduler)
+        if result.batch_to_run is not None:
+            scheduler.tree_cache.control.started(result.batch_to_run.reqs)
 
 
 def _promote(scheduler: Any, rids: list[str]) -> dict[str, str]:
@@ -119,6 +122,7 @@ ACTIONS: dict[str, Callable[[Any, Any], Any]] = {
     PROMOTE_ACTION: _promote,
     POOL_ACTION: _pool,
     ORDER_ACTION: _order,
+    **actions.ACTIONS,
 }
 
 _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {

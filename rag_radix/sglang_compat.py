@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.managers.cache_controller import CacheOperation
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
@@ -29,6 +30,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
 )
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from rag_radix.errors import IncompatibleSGLangError
 
@@ -45,6 +47,7 @@ __all__ = [
     "InsertResult",
     "InsertWalkState",
     "RadixKey",
+    "StorageMedium",
     "UnifiedRadixCache",
     "UnifiedTreeCore",
     "UnifiedTreeNode",
@@ -52,6 +55,7 @@ __all__ = [
     "create_unified_radix_cache",
     "device_bytes_per_token",
     "is_finished_unaborted",
+    "rank_consensus",
     "register_radix_cache_backend",
     "register_tree_core_backend",
     "registered_tree_core_backends",
@@ -77,6 +81,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "checkpoint_into_tree": ("self", "req", "up_to", "kwargs"),
             "on_release": ("self", "req", "checkpointed"),
             "sanity_check": ("self",),
+            "check_hicache_events": ("self",),
             "_reset_full": ("self",),
             "_apply_eviction_result": ("self", "result"),
             "_accumulate_tracker": ("self", "tracker", "delta"),
@@ -130,6 +135,15 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "_is_device_leaf": ("self", "node"),
             "_is_host_leaf": ("self", "node"),
             "_remove_leaf_from_parent": ("self", "node"),
+            "_release_all_component_layers": (
+                "self",
+                "node",
+                "medium",
+                "tracker",
+                "device_frees",
+                "host_frees",
+                "cache_actions",
+            ),
             "begin_insert": ("self", "params"),
             "insert_host": ("self", "node_id", "key", "host_value", "hash_value"),
             "_advance_insert": ("self",),

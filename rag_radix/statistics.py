@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import NamedTuple
 
 from rag_radix.history import PathHistory
+
+
+def namespace_name(extra_key: str | None, cache_salt: str | None) -> str:
+    """How a namespace is called where it may be seen, since a salt is a secret; "" is the one
+    that everybody shares."""
+    if not extra_key and not cache_salt:
+        return ""
+    return blake2b(repr((extra_key, cache_salt)).encode(), digest_size=8).hexdigest()
 
 
 class DocumentKey(NamedTuple):
@@ -16,6 +25,11 @@ class DocumentKey(NamedTuple):
     version: str = ""
     extra_key: str | None = None
     cache_salt: str | None = None
+
+    @property
+    def namespace(self) -> str:
+        """Name of its namespace."""
+        return namespace_name(self.extra_key, self.cache_salt)
 
 
 @dataclass(slots=True)
@@ -77,6 +91,7 @@ class DocumentFrequencies:
     def __init__(self, capacity: int = 1 << 18) -> None:
         self._capacity = capacity
         self._counts: OrderedDict[DocumentKey, int] = OrderedDict()
+        self._hits: dict[DocumentKey, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -86,8 +101,19 @@ class DocumentFrequencies:
         count = self._counts.pop(document, 0) + 1
         self._counts[document] = count
         if len(self._counts) > self._capacity:
-            self._counts.popitem(last=False)
+            forgotten, _ = self._counts.popitem(last=False)
+            self._hits.pop(forgotten, None)
         return count
+
+    def record_hit(self, document: DocumentKey, *, on_host: bool) -> None:
+        """A counted retrieval found all of `document`, at least in part `on_host`."""
+        device, host = self._hits.get(document, (0, 0))
+        self._hits[document] = (device + (not on_host), host + on_host)
+
+    def hits(self, document: DocumentKey) -> tuple[int, int, int]:
+        """Retrievals of `document` that found it on the device, on host, and all of them."""
+        return (*self._hits.get(document, (0, 0)), self._counts.get(document, 0))
 
     def clear(self) -> None:
         self._counts.clear()
+        self._hits.clear()

@@ -15,6 +15,7 @@ from rag_radix.sglang_compat import (
     InsertPhase,
     InsertResult,
     InsertWalkState,
+    StorageMedium,
     UnifiedTreeCore,
     UnifiedTreeNode,
 )
@@ -49,6 +50,10 @@ class DocumentNode(UnifiedTreeNode):
         host_reclaims: Times its host copy was given up while it was on the device.
         ranks: By `TierName`.
         offered: By `TierName`, the rank of the tier's live heap entry, if any.
+        unmarked_documents: Documents that lie here, in part or whole, and had no node at their
+            end when this was noted: those beyond `max_depth`, those within a page, and those of
+            which only a part was computed.
+        names_forgotten: Whether more documents end here than `occurrences` keeps.
         on_device: Whether it counts among its parent's `device_children`.
         device_children: Children whose KV is on the device.
     """
@@ -63,6 +68,8 @@ class DocumentNode(UnifiedTreeNode):
         self.host_reclaims = 0
         self.ranks = [_UNRANKED] * len(TierName)
         self.offered: list[Rank | None] = [None] * len(TierName)
+        self.unmarked_documents: tuple[DocumentKey, ...] = ()
+        self.names_forgotten = False
         self.on_device = False
         self.device_children = 0
 
@@ -155,6 +162,53 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         if self._reclaims_duplicates and self._can_reclaim_full_host_duplicate(node):
             self._component.duplicates.offer(node)
 
+    # Control
+
+    def hide(self, node: DocumentNode, key: Any) -> None:
+        """Let no prompt find `node` and what is below it: from now on it has `key`, the same
+        tokens in a namespace of its own."""
+        children = node.parent.children
+        del children[node.key.child_key(self.page_size)]
+        node.key = key
+        children[key.child_key(self.page_size)] = node
+
+    @staticmethod
+    def is_in_use(node: DocumentNode) -> bool:
+        """Whether a request, a copy or a load needs the KV of `node`."""
+        data = node.component_data[_FULL]
+        return (
+            data.lock_ref > 0
+            or data.host_lock_ref > 0
+            or node.write_through_pending_id is not None
+            or node.load_back_pending_id is not None
+        )
+
+    def drop_unused(self, nodes: Sequence[DocumentNode], result: Any) -> list[DocumentNode]:
+        """Drop those of `nodes`, parents before their children, that neither are in use nor
+        have a node below that stays.
+
+        Args:
+            result: What that frees goes into SGLang's result.
+        """
+        dropped = []
+        for node in reversed(nodes):
+            if node.children or self.is_in_use(node):
+                continue
+            if node.on_device and node.backuped:
+                self.kv_events.record_remove(node, medium=StorageMedium.CPU)
+            self._release_all_component_layers(
+                node,
+                StorageMedium.GPU if node.on_device else StorageMedium.CPU,
+                result.tracker,
+                result.device_frees,
+                result.host_frees,
+                cache_actions=result.cache_actions,
+            )
+            self._remove_leaf_from_parent(node)
+            self._update_evictable_leaf_sets(node.parent)
+            dropped.append(node)
+        return dropped
+
     # What happens to a node's statistics, and where SGLang lets us see it happen.
 
     def _new_node(self, priority: int = 0) -> DocumentNode:
@@ -233,6 +287,7 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         upper.statistics = child.statistics.copy()
         upper.is_tail = child.is_tail
         upper.matched = child.matched
+        upper.unmarked_documents = child.unmarked_documents
         upper.host_copies = child.host_copies
         upper.host_reclaims = child.host_reclaims
         upper.statistics.tokens = len(upper.key)

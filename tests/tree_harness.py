@@ -129,6 +129,7 @@ class Harness:
         tokens: Sequence[int],
         documents: Sequence[tuple[str, int, int]] = (),
         *,
+        version: str = "",
         max_new_tokens: int = 4,
         n: int = 1,
         speculative: bool = False,
@@ -139,7 +140,7 @@ class Harness:
 
         rag = {
             "documents": [
-                {"id": name, "version": "", "start": start, "end": end}
+                {"id": name, "version": version, "start": start, "end": end}
                 for name, start, end in documents
             ],
             "unit": "token",
@@ -195,6 +196,7 @@ class Harness:
             host = req.materialized_host_hit_len()
             req.cached_tokens_device, req.cached_tokens_host = req.prefix_len - host, host
             req._cache_breakdown_computed = True
+        self.tree.control.started([req])
 
     def compute(self, req: Any, tokens: int | None = None) -> None:
         """Prefill the next `tokens` (all by default) without publishing them."""

@@ -74,9 +74,20 @@ def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
         "offered",
         "on_device",
         "device_children",
+        "names_forgotten",
+        "unmarked_documents",
     }
     assert ours.isdisjoint(base)
     assert ours | base == set(vars(DocumentNode((), 0)))
+
+
+def test_a_request_that_is_barred_from_the_tree_publishes_nothing():
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache import common
+
+    assert "self.skip_radix_cache_insert = " in inspect.getsource(Req.__init__)
+    for function in (common.checkpoint_kv_cache, common.release_kv_cache):
+        assert "not req.skip_radix_cache_insert" in inspect.getsource(function)
 
 
 def test_the_scheduler_has_what_the_hooks_read() -> None:

@@ -1,0 +1,1 @@
+"""What an operator sees and does: documents by id, in a running server."""

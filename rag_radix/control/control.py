@@ -1,0 +1,64 @@
+"""What an operator can do to one tree, and what the tree has to tell for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rag_radix.control.retirement import Removed, Retirement
+from rag_radix.control.selector import Selector
+from rag_radix.sglang_compat import rank_consensus
+from rag_radix.statistics import DocumentKey
+
+if TYPE_CHECKING:
+    from rag_radix.knowledge_tree import KnowledgeTree
+    from rag_radix.tree_core import DocumentNode
+
+
+class Control:
+    """Operators' calls on one tree; every rank executes the same ones in the same order."""
+
+    def __init__(self, tree: KnowledgeTree) -> None:
+        self._tree = tree
+        self._retirement = Retirement(tree)
+
+    # Calls
+
+    @rank_consensus(same_params=True, same_results=True)  # type: ignore[untyped-decorator]
+    def invalidate(self, selector: Selector) -> Removed:
+        """Retire the documents that `selector` means; see `retirement`."""
+        return self._retirement.retire(selector)
+
+    # Views
+
+    def reachable(self) -> Iterator[DocumentNode]:
+        """All nodes that a prompt could find, parents first."""
+        return self._retirement.reachable()
+
+    def is_retired(self, node: DocumentNode) -> bool:
+        """Whether nothing finds `node`, and thus nothing below it, any more."""
+        return self._retirement.is_retired(node)
+
+    def is_pinned(self, document: DocumentKey) -> bool:
+        return False
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "retired_nodes": self._retirement.retired_nodes(),
+            "invalidated": asdict(self._retirement.counters),
+        }
+
+    # What happens in the tree
+
+    def started(self, reqs: Iterable[Any]) -> None:
+        """A pass begins in which `reqs` prefill."""
+        self._retirement.started(reqs)
+
+    def unlocked(self) -> None:
+        """A request has ended, or copies are done."""
+        self._retirement.sweep()
+
+    def reset(self) -> None:
+        """The tree is empty."""
+        self._retirement.reset()

@@ -1,0 +1,147 @@
+"""`GET /rag/documents`: the documents in the tree, sorted, a page at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rag_radix.errors import ControlError
+from rag_radix.policies.base import TierName
+from rag_radix.statistics import DocumentKey
+
+if TYPE_CHECKING:
+    from rag_radix.knowledge_tree import KnowledgeTree
+    from rag_radix.tree_core import DocumentNode, Occurrence
+
+SORTS = ("frequency", "id", "positions", "priority", "tokens")
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What of the documents is asked for.
+
+    Attributes:
+        sort: One of `SORTS`.
+        descending: Largest first.
+        offset, limit: Which of them, in that order.
+        prefix: What their ids begin with.
+    """
+
+    sort: str = "frequency"
+    descending: bool = True
+    offset: int = 0
+    limit: int = DEFAULT_LIMIT
+    prefix: str = ""
+
+
+def parse_page(query: Mapping[str, str]) -> Page:
+    """Read the query of the route.
+
+    Raises:
+        ControlError: A name is unknown or a value wrong.
+    """
+    known = ("sort", "order", "offset", "limit", "prefix")
+    for name in query:
+        if name not in known:
+            raise ControlError(f"{name!r:.60} is unknown; known are {', '.join(known)}")
+    sort = query.get("sort", "frequency")
+    if sort not in SORTS:
+        raise ControlError(f"sort={sort!r:.60} must be one of {', '.join(SORTS)}")
+    order = query.get("order", "asc" if sort == "id" else "desc")
+    if order not in ("asc", "desc"):
+        raise ControlError(f"order={order!r:.60} must be asc or desc")
+    return Page(
+        sort=sort,
+        descending=order == "desc",
+        offset=parse_count(query, "offset", 0, 0, 1 << 31),
+        limit=parse_count(query, "limit", DEFAULT_LIMIT, 1, MAX_LIMIT),
+        prefix=query.get("prefix", ""),
+    )
+
+
+def parse_count(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    """A number of a query.
+
+    Raises:
+        ControlError: It isn't one between `least` and `most`.
+    """
+    text = query.get(name, str(default))
+    if not (text.isascii() and text.isdigit()) or not least <= int(text[:12]) <= most:
+        raise ControlError(f"{name}={text!r:.60} must be a number from {least} to {most}")
+    return int(text)
+
+
+@dataclass(slots=True)
+class _Cached:
+    """One document, over all of its places."""
+
+    nodes: dict[int, DocumentNode] = field(default_factory=dict)
+    ends: list[DocumentNode] = field(default_factory=list)
+    tokens: int = 0
+
+
+def documents(tree: KnowledgeTree, page: Page) -> dict[str, Any]:
+    """A page of the documents that are in the tree, and how many there are. O(nodes)."""
+    cached: dict[DocumentKey, _Cached] = {}
+    for node in tree.control.reachable():
+        for occurrence in node.occurrences:
+            if not occurrence.document.id.startswith(page.prefix):
+                continue
+            entry = cached.setdefault(occurrence.document, _Cached())
+            entry.ends.append(node)
+            entry.tokens = max(entry.tokens, occurrence.tokens)
+            entry.nodes.update((above.id, above) for above in chain(node, occurrence))
+    rows = [_row(tree, document, entry) for document, entry in cached.items()]
+    rows.sort(key=lambda row: (row["id"], row["version"], row["namespace"]))
+    if page.sort != "id":
+        rows.sort(key=lambda row: row[page.sort], reverse=page.descending)
+    elif page.descending:
+        rows.reverse()
+    return {
+        "total": len(rows),
+        "offset": page.offset,
+        "documents": rows[page.offset : page.offset + page.limit],
+    }
+
+
+def chain(node: DocumentNode, occurrence: Occurrence) -> list[DocumentNode]:
+    """The nodes of a document that ends at `node`, first to last."""
+    found, tokens = [node], len(node.key)
+    while tokens < occurrence.tokens:
+        node = node.parent
+        found.append(node)
+        tokens += len(node.key)
+    found.reverse()
+    return found
+
+
+def _row(tree: KnowledgeTree, document: DocumentKey, cached: _Cached) -> dict[str, Any]:
+    on_device = any(node.on_device for node in cached.ends)
+    device_hits, host_hits, retrievals = tree.document_frequencies.hits(document)
+    return {
+        "id": document.id,
+        "version": document.version,
+        "namespace": document.namespace,
+        "tier": "device" if on_device else "host",
+        "tokens": cached.tokens,
+        "device_tokens": _tokens(node for node in cached.nodes.values() if node.on_device),
+        "host_tokens": _tokens(node for node in cached.nodes.values() if node.backuped),
+        "frequency": retrievals,
+        "priority": max(_priority(node) for node in cached.ends),
+        "device_hits": device_hits,
+        "host_hits": host_hits,
+        "positions": len(cached.ends),
+        "pinned": tree.control.is_pinned(document),
+    }
+
+
+def _tokens(nodes: Iterable[DocumentNode]) -> int:
+    return sum(len(node.key) for node in nodes)
+
+
+def _priority(node: DocumentNode) -> float:
+    tier = TierName.DEVICE if node.on_device else TierName.HOST
+    return node.ranks[tier].priority

@@ -1,0 +1,117 @@
+"""Which documents an operator means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from rag_radix.errors import ControlError
+from rag_radix.statistics import DocumentKey
+from rag_radix.wire import MAX_NAME_CHARS
+
+MAX_BODY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Documents by id, by id and version, by a prefix of their ids, or all.
+
+    Attributes:
+        id: The document's id, if one is meant.
+        version: Only this revision of it; None for every one.
+        prefix: What the ids begin with; "" is all documents.
+        namespace: Only those of this namespace, by the name that `/rag/documents` gives it;
+            "" is the one without a salt or key, None is every one.
+    """
+
+    id: str | None = None
+    version: str | None = None
+    prefix: str | None = None
+    namespace: str | None = None
+
+    def matches(self, document: DocumentKey) -> bool:
+        if self.namespace is not None and document.namespace != self.namespace:
+            return False
+        if self.prefix is not None:
+            return document.id.startswith(self.prefix)
+        return document.id == self.id and self.version in (None, document.version)
+
+    @property
+    def is_everything(self) -> bool:
+        return self.prefix == "" and self.namespace is None
+
+    @property
+    def description(self) -> str:
+        """For a message."""
+        if self.prefix is not None:
+            return f"every document whose id begins with {self.prefix!r}"
+        version = "" if self.version is None else f" of version {self.version!r}"
+        return f"the document {self.id!r}{version}"
+
+    def as_json(self) -> dict[str, str]:
+        """The fields that are given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def parse_selector(body: Mapping[str, Any]) -> Selector:
+    """Read `{"id", "version", "prefix", "all", "namespace"}` of a call's body.
+
+    Raises:
+        ControlError: Not exactly one of id, prefix and all is given, or one is malformed.
+    """
+    given = [name for name in ("id", "prefix", "all") if name in body]
+    if len(given) != 1:
+        raise ControlError(
+            'say which documents: exactly one of "id", "prefix" and "all" must be given, not '
+            + (" and ".join(given) or "none")
+        )
+    if "version" in body and given != ["id"]:
+        raise ControlError('"version" needs an "id" beside it')
+    if given == ["all"]:
+        if body["all"] is not True:
+            raise ControlError(f'"all" must be true, not {body["all"]!r:.40}')
+        return Selector(prefix="", namespace=_name(body, "namespace", may_be_empty=True))
+    return Selector(
+        id=_name(body, "id"),
+        version=_name(body, "version", may_be_empty=True),
+        prefix=_name(body, "prefix"),
+        namespace=_name(body, "namespace", may_be_empty=True),
+    )
+
+
+def parse_object(body: bytes, known: tuple[str, ...]) -> dict[str, Any]:
+    """The JSON object in the body of a call, with none but `known` names.
+
+    Raises:
+        ControlError: It is something else.
+    """
+    if len(body) > MAX_BODY_BYTES:
+        raise ControlError(f"the body has {len(body)} bytes, at most {MAX_BODY_BYTES} are allowed")
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ControlError(f"the body isn't JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ControlError("the body must be a JSON object")
+    for name in value:
+        if name not in known:
+            raise ControlError(f"{name!r:.60} is unknown; known are {', '.join(known)}")
+    return value
+
+
+def _name(body: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str | None:
+    value = body.get(name)
+    if name not in body:
+        return None
+    if not isinstance(value, str):
+        raise ControlError(f'"{name}" must be a string, not {value!r:.40}')
+    if not value and not may_be_empty:
+        raise ControlError(f'"{name}" must not be empty')
+    if len(value) > MAX_NAME_CHARS:
+        raise ControlError(
+            f'"{name}" has {len(value)} characters, at most {MAX_NAME_CHARS} are allowed'
+        )
+    return value

@@ -1,0 +1,310 @@
+"""Invalidated documents are found no more, whatever is being done with them."""
+
+from __future__ import annotations
+
+import pytest
+from tree_harness import harness
+from unit.tree.prompts import SYSTEM, document, prompt
+
+from rag_radix.control.documents import Page, documents
+from rag_radix.control.selector import Selector
+
+POLICIES = ["pgdsf", "pgdsf-plus"]
+
+
+def invalidate(h, **selector):
+    removed = h.tree.control.invalidate(Selector(**selector))
+    h.check()
+    return removed
+
+
+def start(h, *names, chunk=None, **request):
+    req = h.request(*prompt(*names), **request)
+    h.admit(req)
+    h.compute(req, chunk)
+    return req
+
+
+def end(h, req):
+    h.decode(req, 1)
+    h.finish(req)
+    h.check()
+
+
+def hits(h, *names, **request):
+    """Tokens that a prompt finds; it is served."""
+    req = h.serve(*prompt(*names, question=99), **request)
+    return req.cached_tokens_device + req.cached_tokens_host
+
+
+def ids(h):
+    return {row["id"] for row in documents(h.tree, Page(limit=1000))["documents"]}
+
+
+def is_empty_but_for(h, tokens):
+    return sum(len(node.key) for node in h.nodes()) == tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_place_of_a_document_goes_with_all_below_it(policy):
+    with harness(device_tokens=2000, policy=policy) as h:
+        for names in (("a", "b"), ("b", "a", "c"), ("c", "b")):
+            h.serve(*prompt(*names))
+        removed = invalidate(h, id="b")
+        assert removed.places == 3
+        assert sorted(removed.paths) == [["a", "b"], ["b"], ["c", "b"]]
+        assert ids(h) == {"a", "c"}
+        assert h.tree.control.report()["retired_nodes"] == 0
+        assert removed.in_use.nodes == 0
+        assert hits(h, "a", "b") == len(SYSTEM) + 40
+        assert hits(h, "b", "a", "c") == len(SYSTEM)
+
+
+def test_both_tiers_are_emptied_of_it():
+    with harness(device_tokens=150, host_tokens=1000) as h:
+        for name in "abcdef":
+            h.serve(*prompt(name))
+        assert h.on_host("a")
+        assert not h.on_device("a")
+        assert h.on_device("f")
+        before = h.tree.cache_controller.mem_pool_host.available_size()
+        removed = invalidate(h, id="a")
+        assert (removed.freed.device_tokens, removed.freed.host_tokens) == (0, 40)
+        assert removed.freed.bytes == 40 * 2 * 4 * 4 * 2
+        assert h.tree.cache_controller.mem_pool_host.available_size() == before + 40
+        assert invalidate(h, prefix="").freed.device_tokens > 0
+        assert h.nodes() == []
+        assert h.allocator.available_size() == 150
+
+
+def test_only_the_version_that_is_named_goes():
+    with harness(device_tokens=1000) as h:
+        h.serve(*prompt("a"), version="1")
+        tokens = [*SYSTEM, *document("a2"), 7]
+        h.serve(tokens, [("a", 20, 60)], version="2")
+        assert invalidate(h, id="a", version="1").places == 1
+        rows = documents(h.tree, Page())["documents"]
+        assert [(row["id"], row["version"]) for row in rows] == [("a", "2")]
+
+
+def test_a_prefix_and_a_namespace_choose_documents():
+    with harness(device_tokens=2000) as h:
+        h.serve(*prompt("wiki/1"))
+        h.serve(*prompt("wiki/2"))
+        h.serve(*prompt("blog/1"))
+        h.serve(*prompt("wiki/1"), extra_key="tenant")
+        rows = documents(h.tree, Page(sort="id", descending=False))["documents"]
+        (tenant,) = {row["namespace"] for row in rows} - {""}
+        assert "tenant" not in tenant
+        assert invalidate(h, prefix="wiki/", namespace="").places == 2
+        assert invalidate(h, prefix="wiki/").places == 1
+        assert ids(h) == {"blog/1"}
+
+
+def test_documents_that_begin_alike_keep_their_head():
+    with harness(device_tokens=1000) as h:
+        head = document("head")
+        first = [*SYSTEM, *head, *document("x"), 7]
+        second = [*SYSTEM, *head, *document("y"), 8]
+        h.serve(first, [("x", 20, 100)])
+        h.serve(second, [("y", 20, 100)])
+        invalidate(h, id="x")
+        assert ids(h) == {"y"}
+        assert h.serve(second, [("y", 20, 100)]).cached_tokens_device == 100
+        assert h.serve(first, [("x", 20, 100)]).cached_tokens_device == 60
+        invalidate(h, id="x")
+        invalidate(h, id="y")
+        assert is_empty_but_for(h, 20)
+
+
+def test_the_same_text_under_another_id_goes_too():
+    with harness(device_tokens=1000) as h:
+        ids_, _ = prompt("a")
+        h.serve(ids_, [("one", 20, 60)])
+        h.serve(ids_, [("two", 20, 60)])
+        invalidate(h, id="one")
+        assert is_empty_but_for(h, 20)
+
+
+def test_more_names_of_a_text_than_are_kept_do_not_hide_it():
+    with harness(device_tokens=1000) as h:
+        tokens, _ = prompt("a")
+        for index in range(12):
+            h.serve(tokens, [(f"name {index}", 20, 60)])
+        assert invalidate(h, id="name 0").places == 1
+        assert is_empty_but_for(h, 20)
+
+
+@pytest.mark.parametrize("moment", ["prefilling", "between chunks", "prefilled", "decoding"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_request_in_progress_has_computed_is_never_found(policy, moment):
+    with harness(device_tokens=2000, policy=policy) as h:
+        req = start(h, "a", "b", chunk=70 if moment == "between chunks" else None)
+        if moment != "prefilling":
+            h.publish(req)
+        if moment == "decoding":
+            h.decode(req, 1)
+        removed = invalidate(h, id="a")
+        assert removed.requests == 1
+        if moment != "prefilling":
+            assert removed.in_use.device_tokens > 0
+        assert hits(h, "a", "b") <= len(SYSTEM)
+        assert hits(h, "a", "b") > len(SYSTEM)  # what was computed since is
+        while req.extend_end < len(req.origin_input_ids):
+            h.publish(req)
+            h.compute(req)
+        if moment in ("prefilling", "between chunks"):
+            h.publish(req)
+        end(h, req)
+        assert h.tree.control.report()["retired_nodes"] == 0
+        assert h.tree.protected_size() == 0
+        invalidate(h, id="a")
+        assert is_empty_but_for(h, len(SYSTEM))
+
+
+def test_a_request_that_only_stands_on_what_goes_publishes_no_more():
+    with harness(device_tokens=2000) as h:
+        h.serve(*prompt("a"))
+        tokens, _ = prompt("a", "b")
+        req = h.request(tokens)  # it names no documents
+        h.admit(req)
+        h.compute(req)
+        assert invalidate(h, id="a").requests == 1
+        h.publish(req)
+        end(h, req)
+        assert is_empty_but_for(h, len(SYSTEM))
+
+
+def test_a_request_that_waits_computes_anew_and_publishes():
+    with harness(device_tokens=2000) as h:
+        h.serve(*prompt("a"))
+        waiting = h.request(*prompt("a", question=1))
+        assert invalidate(h, id="a").requests == 0
+        h.admit(waiting)
+        assert waiting.cached_tokens_device == len(SYSTEM)
+        h.compute(waiting)
+        h.publish(waiting)
+        end(h, waiting)
+        assert ids(h) == {"a"}
+
+
+def test_a_request_of_another_document_goes_on_as_before():
+    with harness(device_tokens=2000) as h:
+        h.serve(*prompt("a"))
+        req = start(h, "b")
+        assert invalidate(h, id="a").requests == 0
+        h.publish(req)
+        end(h, req)
+        assert ids(h) == {"b"}
+
+
+def test_a_document_of_which_a_part_was_computed_is_found():
+    with harness(device_tokens=2000) as h:
+        req = start(h, "a", chunk=40)
+        h.publish(req)
+        h.drop(req)
+        assert invalidate(h, id="a").places == 1
+        assert is_empty_but_for(h, len(SYSTEM))
+
+
+def test_documents_without_a_node_of_their_own_are_found():
+    with harness(device_tokens=2000, policy_config={"max_depth": 1}) as h:
+        h.serve(*prompt("a", "b", "c"))
+        assert invalidate(h, id="c").places == 1
+        assert ids(h) == {"a"}
+    with harness(device_tokens=2048, page_size=16) as h:
+        tokens, _ = prompt("a", "b")
+        h.serve(tokens, [("tiny", 33, 37), ("b", 60, 100)])
+        assert invalidate(h, id="tiny").places == 1
+        assert is_empty_but_for(h, 32)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_copies_and_loads_in_flight_end_before_their_nodes_go(policy):
+    config = {"swap_out": "eager"}
+    with harness(device_tokens=1000, host_tokens=1000, policy=policy, policy_config=config) as h:
+        h.hold_copies()
+        h.serve(*prompt("a"))
+        removed = invalidate(h, id="a")
+        assert removed.in_use.nodes > 0
+        assert h.tree.control.report()["retired_nodes"] > 0
+        assert hits(h, "a") == len(SYSTEM)
+        h.finish_copies()
+        h.poll()
+        assert h.tree.control.report()["retired_nodes"] == 0
+        h.check()
+
+
+def test_a_load_back_that_was_begun_ends_and_is_dropped():
+    with harness(device_tokens=150, host_tokens=1000) as h:
+        for name in "abcdef":
+            h.serve(*prompt(name))
+        req = h.request(*prompt("a", question=1))
+        req.init_next_round_input(h.tree)
+        h.load_back(req)
+        h.start(req)
+        assert req.cached_tokens_host == 40
+        assert invalidate(h, id="a").requests == 1
+        h.poll()
+        h.compute(req)
+        h.publish(req)
+        end(h, req)
+        assert "a" not in ids(h)
+        assert h.tree.control.report()["retired_nodes"] == 0
+
+
+def test_a_retracted_request_computes_anew():
+    with harness(device_tokens=2000) as h:
+        req = start(h, "a")
+        h.publish(req)
+        h.decode(req, 1)
+        h.drop(req)
+        req.reset_for_retract()
+        invalidate(h, id="a")
+        h.admit(req)
+        assert req.prefix_len == len(SYSTEM)
+        h.compute(req)
+        h.publish(req)
+        end(h, req)
+
+
+def test_speculations_on_what_goes_are_counted_without_it():
+    with harness(device_tokens=2000) as h:
+        guess = h.guess(*prompt("a"))
+        h.admit(guess)
+        h.compute(guess)
+        h.publish(guess)
+        invalidate(h, id="a")
+        assert h.tree.speculations.promote(guess.rid) == "running"
+        end(h, guess)
+        ended = h.guess(*prompt("b"))
+        h.admit(ended)
+        h.compute(ended)
+        h.publish(ended)
+        end(h, ended)
+        invalidate(h, id="b")
+        assert h.tree.speculations.promote(ended.rid) == "finished"
+        h.check()
+
+
+def test_what_waits_for_its_last_user_is_still_evicted_and_flushed():
+    with harness(device_tokens=400, host_tokens=400) as h:
+        req = start(h, "a")
+        h.publish(req)
+        invalidate(h, prefix="")
+        for name in "bcdefgh":
+            h.serve(*prompt(name))
+        end(h, req)
+        h.tree.reset()
+        h.allocator.clear()
+        assert h.tree.control.report()["retired_nodes"] == 0
+
+
+def test_a_namespace_of_the_retired_equals_no_other():
+    from rag_radix.control.retirement import RetiredNamespace
+
+    one = RetiredNamespace("x")
+    assert one != "x"
+    assert "x" != one  # noqa: SIM300
+    assert one != RetiredNamespace("x")
+    assert len({one, "x", RetiredNamespace("x")}) == 3

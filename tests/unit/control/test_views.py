@@ -1,0 +1,84 @@
+"""What operators see of the tree."""
+
+from __future__ import annotations
+
+from tree_harness import harness
+from unit.tree.prompts import prompt
+
+from rag_radix.control.documents import Page, documents
+from rag_radix.control.selector import Selector
+from rag_radix.control.tree_view import View, tree_view
+
+
+def test_a_document_is_listed_once_with_its_places_hits_and_tiers():
+    with harness(device_tokens=150, host_tokens=1000) as h:
+        h.serve(*prompt("a", "b"), version="3")
+        h.serve(*prompt("a", question=1), version="3")
+        h.serve(*prompt("c", "b"))
+        h.serve(*prompt("d"))
+        page = documents(h.tree, Page(sort="id", descending=False))
+        assert page["total"] == 5
+        rows = {(row["id"], row["version"]): row for row in page["documents"]}
+        a = rows["a", "3"]
+        assert (a["frequency"], a["device_hits"], a["host_hits"], a["positions"]) == (2, 1, 0, 1)
+        assert a["tokens"] == 40
+        assert a["tier"] == "host"
+        assert (a["device_tokens"], a["host_tokens"]) == (0, 40)
+        assert rows["d", ""]["tier"] == "device"
+        assert rows["d", ""]["priority"] > 0
+        assert not a["pinned"]
+        h.serve(*prompt("a", question=2), version="3")
+        (a,) = documents(h.tree, Page(prefix="a"))["documents"]
+        assert (a["tier"], a["host_hits"]) == ("device", 1)
+
+
+def test_pages_follow_one_another_in_the_order_asked_for():
+    with harness(device_tokens=4000) as h:
+        for times, name in enumerate("abcde", 1):
+            for question in range(times):
+                h.serve(*prompt(name, question=question))
+
+        def names(**page):
+            return "".join(row["id"] for row in documents(h.tree, Page(**page))["documents"])
+
+        assert names() == "edcba"
+        assert names(descending=False) == "abcde"
+        assert names(sort="id") == "edcba"
+        assert names(limit=2) + names(offset=2, limit=2) + names(offset=4, limit=2) == "edcba"
+        assert names(sort="tokens") == "abcde"  # all alike
+        assert names(prefix="c") == "c"
+        assert names(offset=9) == ""
+
+
+def test_the_tree_is_shown_down_to_a_depth_and_up_to_a_size():
+    with harness(device_tokens=4000) as h:
+        h.serve(*prompt("a", "b"))
+        h.serve(*prompt("a", "c"))
+        h.serve(*prompt("d"))
+        whole = tree_view(h.tree, View(depth=64, nodes=5000))
+        (system,) = whole["tree"]["children"]
+        assert whole["nodes"] == len(h.nodes())
+        assert (system["frequency"], system["documents"], system["hidden_children"]) == (3, [], 0)
+        a, d = system["children"]
+        assert a["documents"] == [{"id": "a", "version": "", "tokens": 40}]
+        assert [child["documents"][0]["id"] for child in a["children"]] == ["b", "c"]
+        (tail,) = d["children"]
+        assert tail["tail"]
+        shallow = tree_view(h.tree, View(depth=2))
+        (system,) = shallow["tree"]["children"]
+        assert [child["hidden_children"] for child in system["children"]] == [2, 1]
+        small = tree_view(h.tree, View(nodes=2))
+        assert small["nodes"] == 2
+        assert small["tree"]["children"][0]["hidden_children"] == 1
+
+
+def test_what_is_retired_isnt_shown():
+    with harness(device_tokens=4000) as h:
+        req = h.request(*prompt("a"))
+        h.admit(req)
+        h.compute(req)
+        h.publish(req)
+        h.tree.control.invalidate(Selector(id="a"))
+        assert documents(h.tree, Page())["total"] == 0
+        assert tree_view(h.tree, View())["nodes"] == 1
+        h.finish(req)
