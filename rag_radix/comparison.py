@@ -1,28 +1,29 @@
 """What a server that takes part in a comparison says of itself, and one cache made for it.
 
 Only where the environment asks for it (`RAG_RADIX_COMPARISON`). SGLang doesn't state which cache
-it built, so its internal state is given what the scheduler really holds, and the CPU time that
-it has taken to choose batches; and its older `RadixCache`, which it builds for special models
-alone, can be selected by name.
+it built, nor what it copies between its tiers, so its internal state is given what the scheduler
+really holds, the CPU time that it has taken to choose batches, and the bytes moved each way; and
+its older `RadixCache`, which it builds for special models alone, can be selected by name.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rag_radix.settings import TreeSettings
 
 STATE_KEY = "rag_radix_comparison"
-"""Key in the scheduler's internal state: `observed` as `built`, and `scheduling_s`."""
+"""Key in the scheduler's internal state: `observed` as `built`, `scheduling_s`, `moved_bytes`."""
 
 RADIX_CACHE_BACKEND = "sglang-radix-cache"
 """Value of `--radix-cache-backend` that selects SGLang's `RadixCache`."""
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_TRANSFERS = "sglang.srt.managers.cache_controller.HiCacheController"
 
 
 def install() -> None:
@@ -36,6 +37,8 @@ def install() -> None:
         scheduler = f"{_SCHEDULER}.Scheduler"
         HookRegistry.register(f"{scheduler}.get_internal_state", _add_state, HookType.AFTER)
         HookRegistry.register(f"{scheduler}.get_next_batch_to_run", _timed, HookType.AROUND)
+        HookRegistry.register(f"{_TRANSFERS}.start_writing", _note_written, HookType.BEFORE)
+        HookRegistry.register(f"{_TRANSFERS}.start_loading", _note_loaded, HookType.BEFORE)
 
 
 def _radix_cache(ctx: Any) -> Any:
@@ -48,6 +51,9 @@ def _add_state(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None
     result.internal_state[STATE_KEY] = {
         "built": observed(scheduler),
         "scheduling_s": _scheduling.seconds,
+        "moved_bytes": (
+            {"out": _moved.out, "in": _moved.back} if scheduler.enable_hierarchical_cache else None
+        ),
     }
 
 
@@ -67,6 +73,30 @@ def _timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     finally:
         _scheduling.seconds += time.thread_time() - started_s
+
+
+@dataclass
+class _MovedBytes:
+    """Bytes that the cache's controller was told to copy to host and back to the device."""
+
+    out: int = 0
+    back: int = 0
+
+
+_moved = _MovedBytes()
+
+
+def _note_written(controller: Any) -> None:
+    _moved.out += _queued_bytes(controller, controller.write_queue)
+
+
+def _note_loaded(controller: Any) -> None:
+    _moved.back += _queued_bytes(controller, controller.load_queue)
+
+
+def _queued_bytes(controller: Any, operations: Sequence[Any]) -> int:
+    tokens = sum(len(operation.device_indices) for operation in operations)
+    return tokens * int(controller.mem_pool_host.size_per_token)
 
 
 def stated_settings(settings: TreeSettings) -> dict[str, Any]:

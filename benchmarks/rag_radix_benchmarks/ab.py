@@ -28,11 +28,24 @@ from rag_radix_benchmarks.servers import Servers
 from rag_radix_benchmarks.throughputs import LOWEST_SHARE, search_throughputs
 from rag_radix_benchmarks.trials import ClosedLoop, Load, OpenLoop, TrialResult, TrialStore
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "measure", "run"]
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Measure and print."""
+    report = measure(options)
+    print(as_text(report))
+    if options.json:
+        print(json.dumps(report))
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The report, as plain values.
+
+    Raises:
+        ConfigError: One of the options is wrong.
+        RagRadixError: An arm can't be measured, or isn't what it says.
+    """
     plan = Plan.of(options)
     if options.report is not None:
         check_plottable()
@@ -65,9 +78,7 @@ def run(options: argparse.Namespace) -> None:
     }
     if options.report is not None:
         write(report, options.report)
-    print(as_text(report))
-    if options.json:
-        print(json.dumps(report))
+    return report
 
 
 def _loads(plan: Plan, capacities: Mapping[str, float]) -> dict[str, Load]:

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rag_radix.errors import ConfigError
 from rag_radix.replay.workloads import WORKLOADS
-from rag_radix_benchmarks.arms import KNOWLEDGE_TREE, STOCK_ARMS, Arm, parse_arms
+from rag_radix_benchmarks.arms import KNOWLEDGE_TREE, STOCK_ARMS, Arm, ProgramStyle, parse_arms
 from rag_radix_benchmarks.setup import Setup
 from rag_radix_benchmarks.workload import Recorded, Synthetic, Workload
 
@@ -49,7 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         type=Path,
         metavar="INDEX",
-        help="of rag-radix index build: questions over real documents through its retriever",
+        help="of rag-radix index build, or python-reference for Python's, built on first use: "
+        "questions over real documents through its retriever",
     )
     parser.add_argument(
         "--questions",
@@ -59,6 +60,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--skew", type=float, default=1.0, help="exponent of the questions' popularity, --corpus"
+    )
+    parser.add_argument(
+        "--programs",
+        action="store_true",
+        help="--corpus is asked by rag_retrieve() programs instead of prompts; arms may end in "
+        "+speculation, +canonical or +cached_first",
+    )
+    parser.add_argument(
+        "--search-ms",
+        type=float,
+        default=0.0,
+        help="programs wait so long for a search done before, as in a database elsewhere "
+        "(default: they search)",
     )
     parser.add_argument("--documents", type=int, default=300, help="in the corpus, workloads")
     parser.add_argument("--document-tokens", type=int, default=200, help="mean, workloads")
@@ -178,6 +192,11 @@ class Plan:
         for name in AT_LEAST_ONE:
             if given[name] < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: give at least 1")
+        if options.programs and options.corpus is None:
+            raise ConfigError("--programs ask a --corpus, which isn't given")
+        for arm in arms:
+            if arm.programs != ProgramStyle() and not options.programs:
+                raise ConfigError(f"--arms {arm.name!r} says how programs retrieve: add --programs")
         most_repeats = given["repeats"]
         if options.precision is not None:
             most_repeats = max(options.most_repeats, given["repeats"])
@@ -217,11 +236,18 @@ def _workload(options: argparse.Namespace, warm_up: int, requests: int, repeats:
         return Recorded.open(options.trace, warm_up, requests, repeats)
     if options.corpus is not None:
         # The retriever brings Faiss along.
-        from rag_radix_benchmarks.corpus import CorpusQuestions
+        from rag_radix_benchmarks.corpus import CorpusPrograms, CorpusQuestions
+        from rag_radix_benchmarks.reference_corpus import REFERENCE, reference_index
 
-        return CorpusQuestions.open(
-            options.corpus,
+        index = reference_index() if str(options.corpus) == REFERENCE else options.corpus
+        kind: type[CorpusQuestions] = CorpusQuestions
+        more: dict[str, Any] = {}
+        if options.programs:
+            kind, more = CorpusPrograms, {"search_s": options.search_ms / 1e3}
+        return kind.open(
+            index,
             options.questions,
+            **more,
             model_path=options.model_path,
             k=options.k,
             skew=options.skew,

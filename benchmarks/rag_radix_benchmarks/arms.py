@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
+
+from rag_radix_frontend.ordering import Order
 
 from rag_radix.comparison import RADIX_CACHE_BACKEND, stated_settings
 from rag_radix.cost_model import default_cost_table
@@ -17,6 +19,20 @@ from rag_radix.settings import parse_settings
 KNOWLEDGE_TREE = "knowledge-tree"
 NO_CACHE = "no-cache"
 PEER = "openai"
+SPECULATION = "speculation"
+
+
+@dataclass(frozen=True)
+class ProgramStyle:
+    """How the programs of an arm retrieve, where the load is programs.
+
+    Attributes:
+        speculation: Whether they generate while they search.
+        order: Of their documents.
+    """
+
+    speculation: bool = False
+    order: Order = "score"
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,7 @@ class Arm:
             `rag_radix.comparison.observed`.
         url: Of a server that is already running; None to start one.
         is_peer: Whether it is another server than SGLang, of the OpenAI interface.
+        programs: How its programs retrieve.
     """
 
     name: str
@@ -39,6 +56,7 @@ class Arm:
     built: Mapping[str, object] = field(default_factory=dict)
     url: str | None = None
     is_peer: bool = False
+    programs: ProgramStyle = ProgramStyle()
 
 
 def parse_arms(names: str) -> list[Arm]:
@@ -48,7 +66,8 @@ def parse_arms(names: str) -> list[Arm]:
     belong into `--radix-eviction-policy-config`; a value is JSON or, when it isn't, a string.
     `NAME@URL` is an arm that is served at that URL already; `openai:NAME@URL` one of any name
     and any server of the OpenAI completions interface. `LABEL=` before any of these is what the
-    arm is called in reports.
+    arm is called in reports. `+speculation`, `+canonical` and `+cached_first` behind settings say
+    how the arm's programs retrieve.
 
     Raises:
         ConfigError: An unknown arm or setting, or the same arm twice.
@@ -68,7 +87,8 @@ def _parse(text: str) -> Arm:
     if equals and ":" not in label:
         return replace(_parse(named), name=label)
     text, _, url = text.partition("@")
-    name, *settings = text.split(":")
+    served, *styles = text.split("+")
+    name, *settings = served.split(":")
     if name == PEER:
         if not url:
             raise ConfigError(f"--arms {text!r}: say where it runs, like {PEER}:vllm@http://HOST")
@@ -82,7 +102,23 @@ def _parse(text: str) -> Arm:
         raise ConfigError(f"--arms {text!r}: only {KNOWLEDGE_TREE} takes settings")
     else:
         arm = STOCK_ARMS[name]
-    return replace(arm, url=url.rstrip("/") or None)
+    return replace(arm, name=text, url=url.rstrip("/") or None, programs=_style(text, arm, styles))
+
+
+def _style(text: str, arm: Arm, styles: list[str]) -> ProgramStyle:
+    orders: tuple[Order, ...] = get_args(Order)
+    known = (SPECULATION, *orders)
+    for each in styles:
+        if each not in known:
+            known_styles = ", ".join(f"+{name}" for name in known)
+            raise ConfigError(f"--arms {text!r}: +{each} is none of {known_styles}")
+    style = ProgramStyle(
+        SPECULATION in styles, next((order for order in orders if order in styles), "score")
+    )
+    needs_tree = style.speculation or style.order == "cached_first"
+    if (arm.is_peer and styles) or (needs_tree and arm.built.get("cache") != "KnowledgeTree"):
+        raise ConfigError(f"--arms {text!r}: only {KNOWLEDGE_TREE} can have +{'+'.join(styles)}")
+    return style
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -26,10 +26,10 @@ def draw(report: Mapping[str, Any], folder: Path) -> dict[str, str]:
     charts = {"Time to first token": _times, "Tokens found cached": _hit_rates}
     charts["Ratios with their confidence intervals"] = _ratios
     if report["throughput"] is not None:
-        charts["Time to first token over rate"] = _over_rate
+        charts["Time to first token over rate"] = draw_over_rate
     names = {}
     for title, plot in charts.items():
-        names[title] = f"{plot.__name__.strip('_')}.png"
+        names[title] = f"{plot.__name__.removeprefix('draw_').strip('_')}.png"
         figure = plot(report)
         figure.savefig(folder / names[title], dpi=150)
     return names
@@ -102,7 +102,7 @@ def _ratios(report: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _over_rate(report: Mapping[str, Any]) -> Any:
+def draw_over_rate(report: Mapping[str, Any]) -> Any:
     """Every rate of the throughput search, a line for each repeat."""
     figure, axis = _figure(7, 4.5)
     for number, (arm, found) in enumerate(report["throughput"]["own_limit"].items()):

@@ -13,6 +13,8 @@ from rag_radix.errors import RagRadixError
 # Each is a module of this package with add_options() and run().
 _BENCHMARKS = {
     "ab": "the knowledge tree against stock SGLang, on real servers",
+    "study": "all parts of a study with `ab` and the others, and one report of them",
+    "host-memory": "hit rates over host memory, policy by policy, in replays",
     "reordering": "the waiting queue reordered, against first come, first served",
     "order": "what the order of a prompt's documents does to cache and answers",
     "speculation": "generating while the search still runs, against waiting for it",
@@ -31,10 +33,15 @@ def add_bench_command(commands: Any, arguments: list[str]) -> None:
             name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
         if arguments[:2] == ["bench", name]:
-            module = importlib.import_module(f"rag_radix_benchmarks.{name}")
+            module = benchmark(name)
             one.description = module.__doc__
             module.add_options(one)
             one.set_defaults(run=functools.partial(_run, module))
+
+
+def benchmark(name: str) -> Any:
+    """The module of a benchmark: `add_options()`, `measure()` and `run()`, which prints."""
+    return importlib.import_module(f"rag_radix_benchmarks.{name.replace('-', '_')}")
 
 
 def _run(module: Any, options: argparse.Namespace) -> int:

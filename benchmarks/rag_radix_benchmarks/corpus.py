@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rag_radix_frontend import Document, FaissRetriever
+from rag_radix_frontend import Document, FaissRetriever, Retriever
 from rag_radix_frontend.errors import FrontendError
 from rag_radix_frontend.retriever import final_documents
 from rag_radix_frontend.template import DEFAULT_TEMPLATE, compile_template
 
 from rag_radix.errors import ConfigError
 from rag_radix.replay.trace import TraceDocument, TraceRequest
+from rag_radix_benchmarks.waited_retriever import WaitedRetriever
 from rag_radix_benchmarks.workload import Part
 
+# Of a search that is waited for, where the index can be searched in stages.
+WAITED_STAGES = 8
 INSTRUCTION = "Answer the question from the documents.\n\n"
 
 
@@ -72,6 +76,12 @@ class CorpusQuestions:
         return cls(index=str(index), questions=path, digest=digest.hexdigest(), **settings)
 
     def part(self, repeat: int) -> Part:
+        prompts = [self._prompt(*asked) for asked in self._asked(repeat)]
+        requests, ids = zip(*prompts, strict=True)
+        return Part(requests[: self.warm_up], requests[self.warm_up :], ids)
+
+    def _asked(self, repeat: int) -> Iterator[tuple[int, str, float]]:
+        """Number, question and arrival of each request."""
         texts = _questions(self.index, self.questions)
         rng = np.random.default_rng([self.seed, repeat])
         chances = np.arange(1, len(texts) + 1) ** -self.skew
@@ -80,15 +90,11 @@ class CorpusQuestions:
             rng.choice(len(texts), size=count, p=chances / chances.sum())
         ]
         arrivals = np.cumsum(rng.exponential(size=count)).tolist()
-        prompts = [
-            self._prompt(texts[question], number, arrival_s)
-            for number, (question, arrival_s) in enumerate(zip(asked, arrivals, strict=True))
-        ]
-        requests, ids = zip(*prompts, strict=True)
-        return Part(requests[: self.warm_up], requests[self.warm_up :], ids)
+        for number, (question, arrival_s) in enumerate(zip(asked, arrivals, strict=True)):
+            yield number, texts[question], arrival_s
 
     def _prompt(
-        self, question: str, number: int, arrival_s: float
+        self, number: int, question: str, arrival_s: float
     ) -> tuple[TraceRequest, tuple[int, ...]]:
         ids = list(_tokens(self.model_path, INSTRUCTION, is_first=True))
         places = []
@@ -96,15 +102,56 @@ class CorpusQuestions:
             start = len(ids)
             ids += _tokens(self.model_path, compile_template(DEFAULT_TEMPLATE)(document))
             places.append(TraceDocument(document.id, document.version, start, len(ids)))
-        ids += _tokens(self.model_path, f"Question {number}: {question}\nAnswer:")
+        ids += _tokens(self.model_path, question_text(number, question))
         request = TraceRequest(arrival_s, tuple(places), len(ids), self.output_tokens)
         return request, tuple(ids)
 
 
+@dataclass(frozen=True)
+class CorpusPrograms(CorpusQuestions):
+    """The same questions, asked by `rag_retrieve()` programs.
+
+    What a program sends is text, which a server without the knowledge tree tokenizes as a whole:
+    its prompts can have a few tokens less. Documents and the bound are those of the retriever's
+    order.
+
+    Attributes:
+        search_s: Length of a search that was done before and is waited for; 0 to search.
+    """
+
+    search_s: float
+
+    def part(self, repeat: int) -> Part:
+        questions = tuple((number, text) for number, text, _ in self._asked(repeat))
+        return replace(super().part(repeat), questions=questions)
+
+    def retriever(self, queries: Sequence[str]) -> Retriever:
+        """Finds the documents of these questions."""
+        if not self.search_s:
+            return _retriever(self.index)
+        waited = _waited(self.index, self.search_s)
+        waited.prepare(queries, self.k)
+        return waited
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        """Token ids of an answer."""
+        return _tokens(self.model_path, text)
+
+
+def question_text(number: int, question: str) -> str:
+    """What follows the documents in a prompt."""
+    return f"Question {number}: {question}\nAnswer:"
+
+
 @functools.cache
-def _retriever(index: str) -> FaissRetriever:
+def _waited(index: str, search_s: float) -> WaitedRetriever:
+    return WaitedRetriever(_retriever(index, WAITED_STAGES), search_s)
+
+
+@functools.cache
+def _retriever(index: str, stages: int | None = None) -> FaissRetriever:
     try:
-        return FaissRetriever.open(index)
+        return FaissRetriever.open(index, stages=stages)
     except FrontendError as error:
         raise ConfigError(f"--corpus {index!r}: {error}") from error
 

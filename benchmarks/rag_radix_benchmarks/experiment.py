@@ -82,18 +82,28 @@ class Experiment:
         part = self._part(trial.repeat)
         self._vocabulary = self._vocabulary or self._read_vocabulary(server)
         warm_up, measured = self._bodies(trial.repeat)
+        client = server if part.questions is None else self._programs(trial.arm, server)
         if server.url not in self._used:
-            server.closed_loop(measured[:2], concurrency=1)  # what is slow on its first use
+            client.closed_loop(measured[:2], concurrency=1)  # what is slow on its first use
             self._used.add(server.url)
         server.empty()
         if warm_up:
-            server.closed_loop(warm_up, self._setup.running_requests)
+            client.closed_loop(warm_up, self._setup.running_requests)
         before = server.counters()
         if isinstance(trial.load, OpenLoop):
-            run = server.open_loop(measured, part.due_s(trial.load.requests_per_s))
+            run = client.open_loop(measured, part.due_s(trial.load.requests_per_s))
         else:
-            run = server.closed_loop(measured, trial.load.concurrency)
+            run = client.closed_loop(measured, trial.load.concurrency)
         return TrialResult.of(run, server.facts, before, server.counters())
+
+    def _programs(self, arm: Arm, server: ArmServer) -> Any:
+        """Programs, which ask the server in place of the load's client."""
+        # They bring Faiss along.
+        from rag_radix_benchmarks.corpus import CorpusPrograms
+        from rag_radix_benchmarks.program_client import ProgramClient
+
+        assert isinstance(self._workload, CorpusPrograms)
+        return ProgramClient(server.url, self._workload, arm.programs)
 
     def _read_vocabulary(self, server: ArmServer) -> list[int]:
         """From the server at hand, or where that is a peer, from another one."""
@@ -105,10 +115,14 @@ class Experiment:
                 return other.vocabulary()
         raise AssertionError("every comparison has an SGLang server")
 
-    def _write(self, repeat: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def _write(self, repeat: int) -> tuple[Sequence[Any], Sequence[Any]]:
+        """What is sent: bodies, or the questions of programs."""
         part = self._part(repeat)
         requests = part.warm_up + part.measured
-        if part.prompts is not None:
+        bodies: Sequence[Any]
+        if part.questions is not None:
+            bodies = part.questions
+        elif part.prompts is not None:
             bodies = [
                 request_body(request, ids)
                 for request, ids in zip(requests, part.prompts, strict=True)

@@ -41,10 +41,13 @@ class Counters:
     Attributes:
         scheduling_s: CPU time in choosing batches. What SGLang does there belongs to it: order,
             matching, eviction, slots, and, where there is no GPU, copies between the tiers.
+        moved_bytes: Copied between the tiers, to host (`out`) and back (`in`); None without a host
+            tier.
         tree: The knowledge tree's `/rag/stats`.
     """
 
     scheduling_s: float | None
+    moved_bytes: Mapping[str, int] | None
     tree: Mapping[str, Any] | None
 
 
@@ -67,7 +70,8 @@ def read_counters(url: str) -> Counters:
     """
     state = _state(get_json(f"{url}/server_info"), url)
     has_tree = state["built"]["cache"] == "KnowledgeTree"
-    return Counters(state["scheduling_s"], read_tree_report(url) if has_tree else None)
+    tree = read_tree_report(url) if has_tree else None
+    return Counters(state["scheduling_s"], state["moved_bytes"], tree)
 
 
 def _state(info: Mapping[str, Any], url: str) -> dict[str, Any]:

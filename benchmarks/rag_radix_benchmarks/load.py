@@ -34,6 +34,8 @@ class Outcome:
         host_tokens: Of them, loaded back from host memory.
         output_tokens: Tokens generated.
         output_ids: These; empty where a server doesn't tell.
+        search_not_overlapped_s: Of a program, how long it searched before the generation that
+            became its answer began; None where nothing is searched.
     """
 
     ttft_s: float
@@ -44,6 +46,7 @@ class Outcome:
     host_tokens: int
     output_tokens: int
     output_ids: tuple[int, ...]
+    search_not_overlapped_s: float | None = None
 
     @property
     def hit_tokens(self) -> int:

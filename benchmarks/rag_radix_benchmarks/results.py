@@ -9,7 +9,7 @@ from typing import Any
 
 from rag_radix_benchmarks.answers import Agreement, agreement
 from rag_radix_benchmarks.limits import Limits
-from rag_radix_benchmarks.load import Run
+from rag_radix_benchmarks.load import Outcome, Run
 from rag_radix_benchmarks.statistics import distribution, paired_ratio
 from rag_radix_benchmarks.trials import TrialResult
 from rag_radix_benchmarks.workload import Part
@@ -54,6 +54,7 @@ class Cell:
             "share_of_bound": limits.share_reached(runs),
             "scheduling_s": self._scheduling_s(requests),
             "moved_bytes": self._moved(requests),
+            "search_not_overlapped_s": _mean_search_s(outcomes),
             "client_late_share": late_share(runs),
         }
 
@@ -68,6 +69,13 @@ class Cell:
         if any(each is None for each in moved):
             return None
         return {way: sum(each[way] for each in moved if each) / requests for way in ("out", "in")}
+
+
+def _mean_search_s(outcomes: Sequence[Outcome]) -> float | None:
+    seconds = [outcome.search_not_overlapped_s for outcome in outcomes]
+    if any(each is None for each in seconds):
+        return None
+    return math.fsum(each for each in seconds if each) / len(seconds)
 
 
 @dataclass(frozen=True, slots=True)

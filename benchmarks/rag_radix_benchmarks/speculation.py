@@ -96,6 +96,14 @@ Runs = dict[str, list[list[ProgramOutcome]]]
 
 def run(options: argparse.Namespace) -> None:
     """Measure and print."""
+    report = measure(options)
+    print(_table(report))
+    if options.json:
+        print(json.dumps(report))
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All cases, with and without speculation."""
     searches = dict(_searches(options))
     flags = ["--max-total-tokens", options.device_tokens]
     flags += ["--max-running-requests", options.concurrency, "--log-level", "warning"]
@@ -109,10 +117,7 @@ def run(options: argparse.Namespace) -> None:
             cases[case] = bench.compare(search, case.load * capacity)
             _progress(f"{_name(case)}: {_summary(cases[case])}")
         totals = read_tree_report(url)["speculation"]
-    report = _report(cases, capacity, totals, options)
-    print(_table(report))
-    if options.json:
-        print(json.dumps(report))
+    return _report(cases, capacity, totals, options)
 
 
 def _searches(options: argparse.Namespace) -> Iterator[tuple[tuple[str, float], Search]]:

@@ -10,7 +10,7 @@ Rows = list[list[str]]
 
 TIMES = [
     *("arm", "TTFT mean, s", "p50", "p90", "p99"),
-    *("TPOT, ms", "latency, s", "requests/s", "scheduling, ms"),
+    *("TPOT, ms", "latency, s", "requests/s", "scheduling, ms", "search, ms"),
 ]
 CACHE = [
     *("arm", "tokens found", "on device", "on host", "in documents", "documents found"),
@@ -21,7 +21,10 @@ RATIOS = ["arm ÷ reference", "mean TTFT", "p50", "p90", "p99", "mean latency"]
 
 
 def time_rows(by_arm: Mapping[str, Any]) -> Rows:
-    """One row an arm, in the columns of `TIMES`; scheduling is CPU time a request."""
+    """One row an arm, in the columns of `TIMES`.
+
+    Scheduling is CPU time a request, search what of it is not overlapped with generation.
+    """
     rows = []
     for arm, figures in by_arm.items():
         ttft, tpot = figures["ttft_s"], figures["tpot_s"]
@@ -33,6 +36,7 @@ def time_rows(by_arm: Mapping[str, Any]) -> Rows:
                 f"{figures['latency_s']['mean']:.3f}",
                 f"{figures['requests_per_s']:.2f}",
                 _text(figures["scheduling_s"], "{:.1f}", 1e3),
+                _text(figures["search_not_overlapped_s"], "{:.1f}", 1e3),
             ]
         )
     return rows

@@ -59,6 +59,7 @@ class Trial:
             "model": self.setup.model_path,
             "flags": self.setup.flags(self.arm),
             "url": self.arm.url,
+            "programs": asdict(self.arm.programs),
             "workload": [type(self.workload).__name__, vars(self.workload)],
             "load": [type(self.load).__name__, asdict(self.load)],
             "repeat": self.repeat,
@@ -78,7 +79,7 @@ class TrialResult:
         facts: What the server said of itself.
         commit: Of the checkout that it was measured with; see `rag_radix_benchmarks.figures`.
         scheduling_s: CPU time that it took to choose batches meanwhile, where it tells.
-        moved: Of the knowledge tree, bytes copied to host (`out`) and back (`in`) meanwhile.
+        moved: Bytes copied to host (`out`) and back (`in`) meanwhile; None without a host tier.
         tree: Its `/rag/stats` at the end.
     """
 
@@ -95,11 +96,8 @@ class TrialResult:
         scheduling_s, moved = None, None
         if before.scheduling_s is not None and after.scheduling_s is not None:
             scheduling_s = after.scheduling_s - before.scheduling_s
-        if before.tree is not None and after.tree is not None:
-            moved = {
-                way: after.tree["swap"][f"{way}_bytes"] - before.tree["swap"][f"{way}_bytes"]
-                for way in ("out", "in")
-            }
+        if before.moved_bytes is not None and after.moved_bytes is not None:
+            moved = {way: after.moved_bytes[way] - before.moved_bytes[way] for way in ("out", "in")}
         return cls(run, facts, commit(), scheduling_s, moved, after.tree)
 
 

@@ -21,11 +21,14 @@ class Part:
         measured: Comes right after it in the trace.
         prompts: Token ids of both, one after the other; None where a trace knows no texts, and
             any will do.
+        questions: Of programs, which find their documents themselves: number and text of each,
+            in the same order; None where prompts are sent.
     """
 
     warm_up: tuple[TraceRequest, ...]
     measured: tuple[TraceRequest, ...]
     prompts: tuple[tuple[int, ...], ...] | None = None
+    questions: tuple[tuple[int, str], ...] | None = None
 
     def due_s(self, requests_per_s: float) -> list[float]:
         """When the measured requests are due: as in the trace, at another mean rate.

@@ -46,7 +46,7 @@ def bench(model: Path, arms: str, *options: str) -> int:
 def test_two_arms_are_compared_and_a_second_run_measures_nothing(
     model, stock_lru, tmp_path, capsys
 ):
-    arms = f"stock-lru@{stock_lru.url},knowledge-tree"
+    arms = f"stock-lru@{stock_lru.url},stock-hicache,knowledge-tree"
     options = ["--repeats", "2", "--loads", "0.5", "--out", str(tmp_path / "out")]
     options += ["--report", str(tmp_path / "report"), "--json"]
     before = set(psutil.Process().children(recursive=True))
@@ -61,6 +61,8 @@ def test_two_arms_are_compared_and_a_second_run_measures_nothing(
         assert 0 < figures["ttft_s"]["p50"] <= figures["ttft_s"]["p99"]
         assert 0 < figures["document_hit_rate"] < figures["token_hit_rate"] < 1
     assert by_arm["stock-lru"]["host_hit_rate"] == 0
+    assert by_arm["stock-lru"]["moved_bytes"] is None
+    assert by_arm["stock-hicache"]["moved_bytes"]["out"] > 0
     assert by_arm["knowledge-tree"]["moved_bytes"]["out"] > 0
     assert all(figures["scheduling_s"] > 0 for figures in by_arm.values())
     ratio = ratios["stock-lru"]["mean_ttft"]

@@ -74,8 +74,8 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_what_a_server_counted_during_a_run_is_a_difference():
-    before = Counters(1.5, {"swap": {"out_bytes": 100, "in_bytes": 10}})
-    after = Counters(1.75, {"swap": {"out_bytes": 300, "in_bytes": 10}})
+    before = Counters(1.5, {"out": 100, "in": 10}, {"policy": "pgdsf"})
+    after = Counters(1.75, {"out": 300, "in": 10}, {"policy": "pgdsf"})
     known = result_of(LRU, 0.25)
     result = TrialResult.of(known.run, known.facts, before, after)
     assert result.scheduling_s == pytest.approx(0.25)
@@ -85,7 +85,7 @@ def test_what_a_server_counted_during_a_run_is_a_difference():
 
 def test_a_server_that_counts_nothing_has_no_differences():
     known = result_of(LRU, 0.25)
-    nothing = Counters(None, None)
+    nothing = Counters(None, None, None)
     assert TrialResult.of(known.run, known.facts, nothing, nothing) == replace(
         known, commit=commit()
     )

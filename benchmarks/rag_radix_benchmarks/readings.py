@@ -1,0 +1,74 @@
+"""What a ratio says in words, from its interval alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# An interval that ends within this part of 1 is as good as equal.
+EQUAL_WITHIN = 0.03
+
+FASTER, EQUAL, SLOWER = "faster", "equal", "slower"
+OPEN, ONCE = "open", "one repeat"
+
+MEANINGS = {
+    FASTER: "the interval lies above 1",
+    EQUAL: f"it lies within {EQUAL_WITHIN:.0%} of 1",
+    SLOWER: "it lies below 1",
+    OPEN: "it holds 1 and is wider: these repeats don't tell",
+    ONCE: "no interval",
+}
+
+
+def reading(ratio: Mapping[str, Any]) -> str:
+    """Whether the reference of an arm ÷ reference is faster than the arm."""
+    low, high = ratio["low"], ratio["high"]
+    if low is None:
+        return ONCE
+    if low >= 1 - EQUAL_WITHIN and high <= 1 / (1 - EQUAL_WITHIN):
+        return EQUAL
+    if low > 1:
+        return FASTER
+    return SLOWER if high < 1 else OPEN
+
+
+def never_worse(ratio: Mapping[str, Any]) -> bool:
+    """Whether an interval reaches 1, or begins so close to it that it's no matter."""
+    if ratio["low"] is None:
+        return bool(ratio["value"] >= 1 - EQUAL_WITHIN)
+    return bool(ratio["high"] >= 1 or ratio["low"] >= 1 - EQUAL_WITHIN)
+
+
+def summary(readings: Sequence[str]) -> str:
+    """How often each was read, in the order of `MEANINGS`."""
+    counts = {each: readings.count(each) for each in MEANINGS}
+    return ", ".join(f"{count} {each}" for each, count in counts.items() if count)
+
+
+def prefill_ratios(
+    arm: Mapping[str, Any], ours: Mapping[str, Any], saved_share: float
+) -> dict[str, float] | None:
+    """An arm's modelled prefill time beside ours and the bound's, from their shares of the bound.
+
+    Args:
+        arm: Figures of the arm.
+        ours: Figures of the arm that it is compared with.
+        saved_share: Part of the prefill time that the bound saves.
+
+    Returns:
+        `reached`: its time over ours. `possible`: its time over the bound's. `of_rest`: of what
+        the bound could still save it, the part that ours saves; absent where that is nothing.
+        None where hits aren't known.
+    """
+    theirs, own = arm["share_of_bound"], ours["share_of_bound"]
+    if theirs is None or own is None:
+        return None
+    left = 1 - theirs * saved_share
+    ratios = {
+        "reached": left / (1 - own * saved_share),
+        "possible": left / (1 - saved_share),
+    }
+    # A server that reorders its queue may be above a bound in order of arrival.
+    if theirs < 1:
+        ratios["of_rest"] = (own - theirs) / (1 - theirs)
+    return ratios

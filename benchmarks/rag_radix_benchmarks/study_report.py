@@ -1,0 +1,199 @@
+"""RESULTS.md: all that a study has measured, beside what the paper says.
+
+Every number and every word that reads one comes from the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rag_radix_benchmarks.readings import MEANINGS, reading, summary
+from rag_radix_benchmarks.study_charts import draw_part
+from rag_radix_benchmarks.study_file import Part, Study
+from rag_radix_benchmarks.study_results import Measured, Results
+from rag_radix_benchmarks.study_tables import spread_text, tables
+from rag_radix_benchmarks.tables import markdown, ratio_text
+
+PAPER = "[RAGCache](https://arxiv.org/abs/2404.12457)"
+NOT_RUN = "not run"
+
+
+def write_report(study: Study, results: Results, path: Path) -> None:
+    """Write the report, and its charts into a folder `results` beside it.
+
+    Raises:
+        ConfigError: A result can't be read.
+    """
+    charts = path.parent / "results"
+    charts.mkdir(parents=True, exist_ok=True)
+    measured = {name: results.of(part) for name, part in study.parts.items()}
+    blocks = [f"# {study.title}", *_head(measured)]
+    header = ["part", "the paper", "here", "measured"]
+    rows = [_row(part, measured[name]) for name, part in study.parts.items()]
+    blocks.append(markdown(header, rows))
+    for name, part in study.parts.items():
+        drawn = draw_part(part, measured[name], charts)
+        blocks += _section(study, part, measured[name], [f"results/{each}" for each in drawn])
+    path.write_text("\n\n".join(blocks) + "\n")
+
+
+def _head(measured: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
+    meanings = "; ".join(f"*{word}*: {meaning}" for word, meaning in MEANINGS.items())
+    yield (
+        "Written by `rag-radix bench study --write`; nothing here is edited by hand. "
+        f"The paper is {PAPER}: LLaMA2-7B and Mistral-7B on an A10G, larger models on H800s, "
+        "documents of Wikipedia; its baselines keep their caches in GPU memory alone."
+    )
+    yield (
+        "Ratios are the arm's time by the reference's, so above 1 the reference is faster; their "
+        "interval is of 95% confidence over the repeats, each of its own seed. Read by the "
+        f"interval of mean TTFT, the reference is: {meanings}. `of bound` is the part of the "
+        "prefill time that a clairvoyant cache could save which an arm saves, by a model of that "
+        "time; *prefill, modelled* is the arm's by the reference's, *at most* the arm's by the "
+        "bound's, and *of what was left* the part that the reference saves of what the bound "
+        "could still save the arm."
+    )
+    reports = [each.report for of_part in measured.values() for each in of_part]
+    if reports:
+        yield f"Measured on {_machines(reports)}; {_versions(reports)}."
+
+
+def _machines(reports: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(
+        dict.fromkeys(
+            f"{hardware['cores']} cores of {hardware['processor'] or 'an unnamed processor'} with "
+            f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
+            for hardware in (report["hardware"] for report in reports)
+        )
+    )
+
+
+def _versions(reports: Sequence[Mapping[str, Any]]) -> str:
+    versions = "; ".join(
+        dict.fromkeys(
+            ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+            for report in reports
+        )
+    )
+    commits = sorted({str(commit) for report in reports for commit in _commits(report)})
+    return f"{versions}; commit {', '.join(commits)}"
+
+
+def _commits(report: Mapping[str, Any]) -> list[str | None]:
+    commits: list[str | None] = report.get("commits") or [report["commit"]]
+    return commits
+
+
+def _row(part: Part, measured: Sequence[Measured]) -> list[str]:
+    link = f"[{part.title}](#{_anchor(part.title)})"
+    return [link, part.paper, "<br>".join(_findings(measured)) or "-", _extent(part, measured)]
+
+
+def _anchor(title: str) -> str:
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -")
+    return kept.replace(" ", "-")
+
+
+def _extent(part: Part, measured: Sequence[Measured]) -> str:
+    if not measured:
+        return NOT_RUN
+    quick = sum(each.quick for each in measured)
+    missing = len(part.steps) - len(measured)
+    words = ["in full" if not quick else "quick" if quick == len(measured) else "partly quick"]
+    if missing:
+        words.append(f"{missing} of {len(part.steps)} steps {NOT_RUN}")
+    return ", ".join(words)
+
+
+def _findings(measured: Sequence[Measured]) -> Iterator[str]:
+    for each in measured:
+        report = each.report
+        if report["benchmark"] == "ab":
+            yield from _compared(each.step.label, report)
+        elif report["benchmark"] == "speculation":
+            for case in report["cases"]:
+                search, ttft = (
+                    spread_text(case["ratios"][name])
+                    for name in ("search_not_overlapped_s", "mean_ttft_s")
+                )
+                yield f"{case['search']}, load {case['load']:g}: search {search}, TTFT {ttft}"
+        elif report["benchmark"] == "host-memory":
+            yield from _policies(report)
+
+
+def _compared(label: str, report: Mapping[str, Any]) -> Iterator[str]:
+    readings = []
+    for load, by_arm in report["ratios"].items():
+        share = load.split(" of ")[0] if "%" in load else load
+        for arm, ratios in by_arm.items():
+            ttft = ratios["mean_ttft"]
+            readings.append(reading(ttft))
+            if len(report["ratios"]) * len(by_arm) <= 6:
+                yield f"{label}, {share}: `{arm}` {ratio_text(ttft)}, {readings[-1]}"
+    if len(readings) > 6:
+        yield f"{label}: {summary(readings)}"
+    for limit, by_arm in (report["throughput"] or {}).items():
+        for arm, found in (by_arm or {}).items():
+            ratio = found["reference_by_this"]
+            if ratio is not None and arm != report["reference"]:
+                yield f"throughput ({limit.replace('_', ' ')}) by `{arm}`'s: {ratio_text(ratio)}"
+
+
+def _policies(report: Mapping[str, Any]) -> Iterator[str]:
+    """The hits of the first policy named like the paper's by each other's, over the sizes."""
+    sizes = [size["policies"] for size in report["sizes"]]
+    for ours in (name for name in ("pgdsf", "pgdsf-plus") if name in sizes[0]):
+        ranges = []
+        for other in sizes[0]:
+            if other in ("pgdsf", "pgdsf-plus"):
+                continue
+            ratios = [
+                size[ours]["hit_rate"]["median"] / size[other]["hit_rate"]["median"]
+                for size in sizes
+            ]
+            ranges.append(f"{min(ratios):.2f}–{max(ratios):.2f} of `{other}`")
+        yield f"hits of `{ours}`: {', '.join(ranges)}"
+
+
+def _section(
+    study: Study, part: Part, measured: Sequence[Measured], charts: Sequence[str]
+) -> Iterator[str]:
+    yield f"## {part.title}"
+    yield f"{part.question} The paper: {part.paper}"
+    if not measured:
+        yield f"**{NOT_RUN.capitalize()}**: `rag-radix bench study --part {part.name}`."
+        return
+    for each in measured:
+        if each.quick:
+            yield f"*{each.step.label}: quick version, of fewer requests, loads or arms.*"
+        for table in tables(each):
+            yield f"{table.title}\n\n{markdown(table.header, table.rows)}"
+        yield from _remarks(each)
+        yield f"```\n{each.report['command']}\n```"
+    missing = [step.label for step in part.steps if step not in [each.step for each in measured]]
+    if missing:
+        yield f"{NOT_RUN.capitalize()}: {', '.join(missing)}."
+    for chart in charts:
+        yield f"![{part.title}]({chart})"
+
+
+def _remarks(measured: Measured) -> Iterator[str]:
+    report = measured.report
+    if report["benchmark"] != "ab":
+        return
+    bound = report["bound"]
+    words = [
+        f"The bound finds {bound['document_hit_rate']:.1%} of the tokens in documents and saves "
+        f"{bound['saved_share']:.1%} of the prefill time."
+    ]
+    for arm, answers in report["answers"].items():
+        if answers["compared"]:
+            words.append(
+                f"{answers['compared'] - answers['different']} of {answers['compared']} answers "
+                f"of `{arm}` are those of `{report['reference']}`."
+            )
+    if not report["client_kept_up"]:
+        words.append("The client didn't keep up: these times are partly its own.")
+    yield " ".join(words)

@@ -1,0 +1,130 @@
+"""A study's measurements as rows of tables, benchmark by benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rag_radix_benchmarks import host_memory
+from rag_radix_benchmarks.readings import never_worse, prefill_ratios, reading
+from rag_radix_benchmarks.study_results import Measured
+from rag_radix_benchmarks.tables import THROUGHPUT, ratio_text, throughput_rows
+
+ARMS = [
+    *("arm", "TTFT mean, s", "p90", "tokens found", "documents found", "of bound"),
+    *("MiB out", "MiB in", "scheduling, ms", "search not overlapped, ms"),
+]
+RATIOS = [
+    *("arm ÷ reference", "mean TTFT", "reference is", "p90 TTFT"),
+    *("prefill, modelled", "at most", "of what was left"),
+]
+SPECULATION = [
+    *("search, part of index, load", "not overlapped, off → on, ms", "off ÷ on"),
+    *("TTFT, off → on, s", "off ÷ on", "kept"),
+]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a line of its own above it."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def tables(measured: Measured) -> Iterator[Table]:
+    """All tables of a step."""
+    report = measured.report
+    if report["benchmark"] == "ab":
+        yield from _comparison(measured.step.label, report)
+    elif report["benchmark"] == "host-memory":
+        title = f"{measured.step.label}: hit rate and, in brackets, the share of the bound"
+        yield Table(title, *host_memory.table(dict(report)))
+    elif report["benchmark"] == "speculation":
+        title = f"{measured.step.label}; median (least–most) of the repeats"
+        yield Table(title, SPECULATION, [_case(each) for each in report["cases"]])
+
+
+def _comparison(label: str, report: Mapping[str, Any]) -> Iterator[Table]:
+    reference, saved_share = report["reference"], report["bound"]["saved_share"]
+    for load, by_arm in report["loads"].items():
+        title = f"{label}: {load}"
+        yield _without_empty(Table(title, ARMS, [_arm(*each) for each in by_arm.items()]))
+        rows = [
+            _ratio(arm, ratios, prefill_ratios(by_arm[arm], by_arm[reference], saved_share))
+            for arm, ratios in report["ratios"][load].items()
+        ]
+        yield _without_empty(Table(f"Ratios to `{reference}` at the same load", RATIOS, rows))
+    for limit, found in (report["throughput"] or {}).items():
+        if found is not None:
+            of = "its own" if limit == "own_limit" else "no-cache's"
+            title = f"Highest rate whose mean TTFT stays under five times {of} at the lowest rate"
+            yield Table(title, THROUGHPUT, throughput_rows(found))
+
+
+def _arm(arm: str, figures: Mapping[str, Any]) -> list[str]:
+    moved = figures["moved_bytes"]
+    search_s = figures.get("search_not_overlapped_s")
+    return [
+        f"`{arm}`",
+        f"{figures['ttft_s']['mean']:.3f}",
+        f"{figures['ttft_s']['p90']:.3f}",
+        f"{figures['token_hit_rate']:.1%}",
+        f"{figures['hit_documents']:.1%}",
+        _text(figures["share_of_bound"], "{:.2f}"),
+        _text(moved and moved["out"], "{:.2f}", 2**-20),
+        _text(moved and moved["in"], "{:.2f}", 2**-20),
+        _text(figures["scheduling_s"], "{:.2f}", 1e3),
+        _text(search_s, "{:.1f}", 1e3),
+    ]
+
+
+def _ratio(arm: str, ratios: Mapping[str, Any], prefill: Mapping[str, float] | None) -> list[str]:
+    ttft = ratios["mean_ttft"]
+    modelled = prefill or {}
+    reads = reading(ttft) + ("" if never_worse(ttft) else " (below 0.97)")
+    return [
+        f"`{arm}`",
+        ratio_text(ttft),
+        reads,
+        ratio_text(ratios["p90_ttft"]),
+        *(_text(modelled.get(name), "{:.2f}") for name in ("reached", "possible", "of_rest")),
+    ]
+
+
+def _case(case: Mapping[str, Any]) -> list[str]:
+    on, off, ratios = case["arms"]["on"], case["arms"]["off"], case["ratios"]
+    search = "search_not_overlapped_s"
+    return [
+        f"{case['search']}, {case['fraction']:.1%}, {case['load']:g}",
+        f"{off[search]['median'] * 1e3:.1f} → {on[search]['median'] * 1e3:.1f}",
+        spread_text(ratios[search]),
+        f"{off['mean_ttft_s']['median']:.3f} → {on['mean_ttft_s']['median']:.3f}",
+        spread_text(ratios["mean_ttft_s"]),
+        f"{on['kept']['median']:.0%}",
+    ]
+
+
+def spread_text(spread: Mapping[str, float]) -> str:
+    """Median, and least and largest."""
+    return f"{spread['median']:.2f} ({spread['min']:.2f}–{spread['max']:.2f})"
+
+
+def _text(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "-" if value is None else form.format(value * unit)
+
+
+def _without_empty(table: Table) -> Table:
+    """Without columns that say nothing of any arm."""
+    kept = [
+        column
+        for column in range(len(table.header))
+        if any(row[column] != "-" for row in table.rows)
+    ]
+    return Table(
+        table.title,
+        [table.header[column] for column in kept],
+        [[row[column] for column in kept] for row in table.rows],
+    )
