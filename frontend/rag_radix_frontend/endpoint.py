@@ -13,8 +13,8 @@ from sglang.lang.choices import ChoicesDecision, ChoicesSamplingMethod
 from sglang.lang.global_config import global_config
 from sglang.lang.interpreter import ProgramState, StreamExecutor
 from sglang.lang.ir import SglSamplingParams
-from sglang.utils import http_request
 
+from rag_radix_frontend.connections import Connections
 from rag_radix_frontend.errors import (
     ArgumentError,
     RequestAborted,
@@ -40,6 +40,9 @@ _LOGPROB_OPTIONS = (
 
 # The server's limit. A select has a request for each choice.
 _PROMOTED_AT_ONCE = 1024
+
+# For what a server answers between two iterations, however long the prompts that these compute.
+_TIMEOUT_S = 60.0
 
 
 class RagEndpoint(RuntimeEndpoint):
@@ -68,7 +71,8 @@ class RagEndpoint(RuntimeEndpoint):
         # SGLang's client assumes a route for it that its server doesn't have.
         self.support_concate_and_append = False
         self._strict = strict
-        self._in_flight = InFlight(lambda rid: self._post("/abort_request", {"rid": rid}))
+        self._connections = Connections(base_url, api_key, verify)
+        self._in_flight = InFlight(self._abort)
         self.speculator = Speculator(
             Gate(self._room), self._in_flight, Promoter(self._promote), self._identity
         )
@@ -202,29 +206,27 @@ class RagEndpoint(RuntimeEndpoint):
 
     def _room(self) -> int:
         """How many speculations the server would take now."""
-        pool = self._get("/rag/pool")
+        pool = self._checked(self._connections.request("/rag/pool", timeout_s=_TIMEOUT_S)).json()
         return max(1, pool["max_prefill_bs"] - pool["waiting"]) if pool["accepts"] else 0
 
     def _promote(self, rids: list[str]) -> Mapping[str, str]:
         states: dict[str, str] = {}
         for start in range(0, len(rids), _PROMOTED_AT_ONCE):
             some = rids[start : start + _PROMOTED_AT_ONCE]
-            states |= self._post("/rag/promote", {"rids": some}).json()["rids"]
+            reply = self._post("/rag/promote", {"rids": some}, timeout_s=_TIMEOUT_S).json()
+            states |= reply["rids"]
         return states
 
-    def _get(self, route: str) -> Any:
-        response = http_request(self.base_url + route, api_key=self.api_key, verify=self.verify)
-        self._assert_success(response)
-        return response.json()
+    def _abort(self, rid: str) -> None:
+        self._post("/abort_request", {"rid": rid}, timeout_s=_TIMEOUT_S)
 
-    def _post(self, route: str, data: dict[str, Any]) -> Any:
-        response = http_request(
-            self.base_url + route,
-            json=data,
-            stream=data.get("stream", False),
-            api_key=self.api_key,
-            verify=self.verify,
+    def _post(self, route: str, data: dict[str, Any], timeout_s: float | None = None) -> Any:
+        stream = data.get("stream", False)
+        return self._checked(
+            self._connections.request(route, data, stream=stream, timeout_s=timeout_s)
         )
+
+    def _checked(self, response: Any) -> Any:
         self._assert_success(response)
         return response
 

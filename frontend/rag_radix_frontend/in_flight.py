@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rag_radix_frontend.errors import RequestAborted
+from rag_radix_frontend.workers import WORKERS
 
 _RETRY_S = 0.1
 
@@ -121,7 +122,7 @@ class InFlight:
         self._changed.notify_all()
         if not self._aborting:
             self._aborting = True
-            threading.Thread(target=self._abort_unwanted, name="rag-abort", daemon=True).start()
+            WORKERS.start(self._abort_unwanted)
 
     def _abort_unwanted(self) -> None:
         asked_s: dict[str, float] = {}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from rag_radix_frontend.workers import WORKERS
+
 _LOG = logging.getLogger(__name__)
 
 _KNOWN = ("running", "finished")
 _RETRY_S = 0.05
 _PATIENCE_S = 0.5
+_PATIENCE_AT_EXIT_S = 1.0
 
 
 @dataclass(slots=True)
@@ -50,8 +54,9 @@ class Promoter:
             self._changed.notify_all()
             if not self._asking:
                 self._asking = True
-                # No daemon: the server counts an answer by this, also when the process ends now.
-                threading.Thread(target=self._run, name="rag-promote", daemon=False).start()
+                # The server counts an answer by this, also when the process ends now.
+                atexit.register(self._finish)
+                WORKERS.start(self._run)
 
     def _run(self) -> None:
         while True:
@@ -59,6 +64,8 @@ class Promoter:
                 questions, self._questions = self._questions, []
                 if not questions:
                     self._asking = False
+                    self._changed.notify_all()
+                    atexit.unregister(self._finish)
                     return
             unknown = self._ask(questions)
             if unknown:
@@ -66,6 +73,10 @@ class Promoter:
                     if not self._questions:
                         self._changed.wait(_RETRY_S)
                     self._questions += unknown
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._asking, _PATIENCE_AT_EXIT_S)
 
     def _ask(self, questions: list[_Question]) -> list[_Question]:
         """Ask once; returns the questions that are to be asked again."""

@@ -13,6 +13,7 @@ from rag_radix_frontend.in_flight import InFlight
 from rag_radix_frontend.promotion import Promoter
 from rag_radix_frontend.retrieval_report import RetrievalLog, RetrievalReport
 from rag_radix_frontend.run_ahead import Call
+from rag_radix_frontend.workers import WORKERS
 
 Fate = Literal["refused", "ended", "failed", "cancelled", "kept"]
 
@@ -57,7 +58,7 @@ class Speculation:
         self._fate: Fate | None = None
         self._overlapped_s = 0.0
         self._left = False
-        threading.Thread(target=self._run, name="rag-speculation", daemon=True).start()
+        WORKERS.start(self._run)
 
     @property
     def turned_away(self) -> bool:

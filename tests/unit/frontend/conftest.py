@@ -19,6 +19,7 @@ from rag_radix_frontend import (
     ScoredDocument,
     Stage,
     build_index,
+    workers,
 )
 from unit.frontend.speculative_server import SpeculativeServer, eventually
 
@@ -185,14 +186,12 @@ def backend(server: SpeculativeServer) -> RagEndpoint:
     return RagEndpoint(server.url, chat_template_name="chatml")
 
 
-_THREADS = {"rag-speculation", "rag-promote", "rag-abort", "rag-gate"}
-
-
 @pytest.fixture
-def no_threads_left() -> Iterator[None]:
+def no_threads_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The threads of speculations end by themselves."""
+    monkeypatch.setattr(workers, "_IDLE_S", 0.01)
     yield
     eventually(
-        lambda: not {t.name for t in threading.enumerate()} & _THREADS,
+        lambda: not {t.name for t in threading.enumerate()} & {"rag-worker", "rag-gate"},
         "a thread is left",
     )

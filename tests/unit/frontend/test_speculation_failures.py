@@ -123,7 +123,8 @@ def test_a_request_that_the_server_refuses_for_itself_is_raised_as_without_specu
     server: SpeculativeServer, backend: RagEndpoint
 ) -> None:
     server.answer = lambda *_, **__: {"error": {"message": "too long"}}  # type: ignore[method-assign]
-    state = ask(Scripted(GUESS, sent(server), GUESS)).run(backend=backend)
+    failed = lambda: eventually(lambda: backend.retrievals().failed)  # noqa: E731
+    state = ask(Scripted(GUESS, failed, GUESS)).run(backend=backend)
     with pytest.raises(Exception, match="too long"):
         state["answer"]
     assert [r.speculative for r in server.requests] == [True, False]

@@ -141,7 +141,8 @@ def test_with_and_without_speculation_the_same_is_asked_and_answered(
             return rag_retrieve(script, "q", speculative=speculative)
 
         state = function.run(retrieve=retrieve, backend=backend, temperature=0, stream=stream)
-        text = state.text()
+        # With `stream` the program itself has a thread, which may not have begun.
+        text = "".join(state.text_iter())
         variables = {k: v for k, v in state.stream_executor.variables.items() if k != "retrieve"}
         return (text, variables, state.messages()), asked(server.requests)
 

@@ -1,0 +1,229 @@
+"""Connections to a server that sends, for each request, the bytes a test has written down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rag_radix_frontend import connections as module
+from rag_radix_frontend.connections import Connections
+
+OK = b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"a": 1}'
+STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+class Server:
+    """Answers one request after the other; a reply that ends with None closes the connection."""
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self.replies: list[list[bytes | None]] = []
+        self.asked: list[bytes] = []
+        self.connected = 0
+        self._tls = tls
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            self.connected += 1
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        if self._tls is not None:
+            try:
+                client = self._tls.wrap_socket(client, server_side=True)
+            except ssl.SSLError:  # the client doesn't trust it
+                return
+        with client:
+            while asked := client.recv(65_536):
+                self.asked.append(asked)
+                for piece in self.replies.pop(0) if self.replies else [OK]:
+                    if piece is None:
+                        return
+                    client.sendall(piece)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+def test_a_connection_is_used_again(server: Server) -> None:
+    connections = Connections(server.url)
+    for _ in range(3):
+        reply = connections.request("/x", {"b": "é"})
+        assert (reply.status_code, reply.json(), reply.text) == (200, {"a": 1}, '{"a": 1}')
+    assert connections.request("/y").json() == {"a": 1}
+    assert server.connected == 1
+    assert server.asked[0].startswith(b"POST /x HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n" % server.port)
+    assert server.asked[0].endswith('Content-Length: 10\r\n\r\n{"b":"é"}'.encode())
+    assert server.asked[3].startswith(b"GET /y HTTP/1.1\r\n")
+
+
+def test_requests_at_once_have_a_connection_each(server: Server) -> None:
+    connections = Connections(server.url)
+    server.replies = [[STREAM, b"1\r\na\r\n", END], [OK]]
+    stream = connections.request("/x", {}, stream=True)
+    connections.request("/y", {})
+    assert list(stream.iter_lines()) == [b"a"]
+    assert server.connected == 2
+
+
+def test_the_address_may_have_a_path_and_the_key_is_sent(server: Server) -> None:
+    Connections(server.url + "/v1", api_key="secret").request("/x", {})
+    assert server.asked[0].startswith(b"POST /v1/x ")
+    assert b"Authorization: Bearer secret\r\n" in server.asked[0]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [STREAM, b"3\r\nab\n\r\n", b"4\r\nc\nde\r\n", END],
+        [STREAM, b"7;note=1\r\nab\nc\nde\r\n0\r\nTrailer: 1\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\r\nab", b"\nc\nde"],
+        [b"HTTP/1.0 200 OK\r\n\r\nab\n", b"c\nde", None],
+    ],
+)
+def test_lines_of_a_stream_are_whole_however_they_come(
+    server: Server, reply: list[bytes | None]
+) -> None:
+    server.replies = [reply]
+    connections = Connections(server.url)
+    stream = connections.request("/x", {}, stream=True)
+    assert list(stream.iter_lines()) == [b"ab", b"c", b"de"]
+    assert connections.request("/x", {}).json() == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 8\r\n\r\n{"a": 1}',
+        b'HTTP/1.0 200 OK\r\nContent-Length: 8\r\n\r\n{"a": 1}',
+    ],
+)
+def test_a_connection_that_the_server_ends_is_not_used_again(server: Server, reply: bytes) -> None:
+    server.replies = [[reply]]
+    connections = Connections(server.url)
+    assert connections.request("/x", {}).json() == {"a": 1}
+    connections.request("/x", {})
+    assert server.connected == 2
+
+
+@pytest.mark.parametrize("looks_good", [False, True])
+def test_what_was_closed_meanwhile_is_asked_on_a_new_connection(
+    server: Server, looks_good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if looks_good:  # It is closed while the request is on its way.
+        monkeypatch.setattr(module._Connection, "is_good", lambda self: True)
+    server.replies = [[OK, None]]
+    connections = Connections(server.url)
+    connections.request("/x", {})
+    assert connections.request("/x", {}).json() == {"a": 1}
+    assert server.connected == 2
+
+
+def test_what_is_idle_for_long_is_not_used_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_IDLE_S", 0.0)
+    connections = Connections(server.url)
+    connections.request("/x", {})
+    connections.request("/x", {})
+    assert server.connected == 2
+
+
+@pytest.mark.parametrize(
+    "reply", [b"", b"HTTP/1.1 200 OK\r\n", OK[:-1], STREAM + b"8\r\nabc", STREAM + b"3\r\nabc\r\n"]
+)
+def test_a_reply_that_is_cut_short_is_an_error(server: Server, reply: bytes) -> None:
+    server.replies = [[reply, None]]
+    with pytest.raises(ConnectionError, match="before the end of its reply"):
+        Connections(server.url).request("/x", {})
+    assert len(server.asked) == 1
+
+
+def test_a_server_that_does_not_answer_is_given_up(server: Server) -> None:
+    server.replies = [[]]
+    connections = Connections(server.url)
+    with pytest.raises(TimeoutError):
+        connections.request("/x", {}, timeout_s=0.01)
+    assert connections.request("/x", {}).json() == {"a": 1}
+    assert server.connected == 2
+
+
+def test_a_stream_that_is_closed_early_is_not_read_by_the_next_request(server: Server) -> None:
+    server.replies = [[STREAM, b"2\r\na\n\r\n", b"2\r\nb\n\r\n"]]
+    connections = Connections(server.url)
+    stream = connections.request("/x", {}, stream=True)
+    assert next(stream.iter_lines()) == b"a"
+    stream.close()
+    assert connections.request("/x", {}).json() == {"a": 1}
+    assert server.connected == 2
+
+
+def test_a_server_that_is_gone_is_an_error(server: Server) -> None:
+    connections = Connections(server.url)
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        connections.request("/x", {})
+
+
+def test_a_forked_process_has_connections_of_its_own(server: Server) -> None:
+    connections = Connections(server.url)
+    connections.request("/x", {})
+    connections._process = os.getpid() + 1
+    connections.request("/x", {})
+    assert server.connected == 2
+
+
+def test_behind_a_proxy_it_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "_opener", None)  # It remembers the proxies.
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert Connections("http://elsewhere.invalid").request("/x", {}).json() == {"a": 1}
+    assert server.asked[0].startswith(b"POST http://elsewhere.invalid/x ")
+
+
+def test_certificates_are_checked_against_those_given(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command: list[Any] = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command += ["-out", certificate, "-keyout", key]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl isn't installed")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    server = Server(tls)
+    url = f"https://localhost:{server.port}"
+    connections = Connections(url, verify=str(certificate))
+    assert connections.request("/x", {}).json() == {"a": 1}
+    assert connections.request("/x", {}).json() == {"a": 1}
+    assert server.connected == 1
+    with pytest.raises(ssl.SSLCertVerificationError):
+        Connections(url).request("/x", {})
+    server.close()
