@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rag_radix_benchmarks.command import add_bench_command
     from rag_radix_frontend.cli import add_index_commands
 
+    from rag_radix.control.commands import add_control_commands
     from rag_radix.profile.command import add_profile_command
     from rag_radix.replay.plan import add_plan_command
     from rag_radix.replay.simulate import add_simulate_command
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_simulate_command(commands)
     add_plan_command(commands)
     add_bench_command(commands, arguments)
+    add_control_commands(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

@@ -81,6 +81,7 @@ def _after_internal_state(result: Any, scheduler: Any, *_args: Any, **_kwargs: A
 
 def _around_queued_limit(original: Any, scheduler: Any, recv_req: Any) -> bool:
     if has_tree(scheduler):
+        scheduler.tree_cache.control.arrived(recv_req)
         return yielding.abort_on_queued_limit(original, scheduler, recv_req)
     return bool(original(scheduler, recv_req))
 

@@ -32,6 +32,8 @@ class TreeSettings:
         reorder_window: How many younger requests may be served before a waiting one; 0
             serves them as `--schedule-policy` says.
         max_prefill_bs: Waiting requests from which on speculative ones are refused.
+        retire_older_versions: Whether a request with a newer version of a document lets its
+            older ones be found no more.
     """
 
     policy: ReplacementPolicy
@@ -42,6 +44,7 @@ class TreeSettings:
     trace: str | None = None
     reorder_window: int = DEFAULT_REORDER_WINDOW
     max_prefill_bs: int = DEFAULT_MAX_PREFILL_BS
+    retire_older_versions: bool = False
 
 
 def parse_settings(
@@ -52,8 +55,8 @@ def parse_settings(
     """Build the settings from `--radix-eviction-policy` and its `-config` object.
 
     `cost_table` of the config names a file for `PrefillCostTable.load`; without it the table
-    is `default_cost()`. `swap_out`, `max_depth`, `trace`, `reorder_window` and `max_prefill_bs` are
-    those of `TreeSettings`. The other keys belong to the policy.
+    is `default_cost()`. `swap_out`, `max_depth`, `trace`, `reorder_window`, `max_prefill_bs` and
+    `retire_older_versions` are those of `TreeSettings`. The other keys belong to the policy.
 
     Raises:
         ConfigError: Unknown policy or key, a wrong value, or an unusable cost table.
@@ -69,6 +72,9 @@ def parse_settings(
     trace = config.pop("trace", None)
     if trace is not None and not isinstance(trace, str):
         raise _wrong("trace", trace, "give the name of a file")
+    retire_older = config.pop("retire_older_versions", False)
+    if not isinstance(retire_older, bool):
+        raise _wrong("retire_older_versions", retire_older, "use true or false")
     counts = {
         "reorder_window": config.pop("reorder_window", DEFAULT_REORDER_WINDOW),
         "max_prefill_bs": config.pop("max_prefill_bs", DEFAULT_MAX_PREFILL_BS),
@@ -83,6 +89,7 @@ def parse_settings(
         swap_out=swap_out,
         max_depth=max_depth,
         trace=trace,
+        retire_older_versions=retire_older,
         **counts,
     )
 

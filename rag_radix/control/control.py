@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rag_radix.control.retirement import Removed, Retirement
 from rag_radix.control.selector import Selector
+from rag_radix.control.versions import Versions
 from rag_radix.sglang_compat import rank_consensus
 from rag_radix.statistics import DocumentKey
 
@@ -22,12 +23,14 @@ class Control:
     def __init__(self, tree: KnowledgeTree) -> None:
         self._tree = tree
         self._retirement = Retirement(tree)
+        self._versions = Versions()
 
     # Calls
 
     @rank_consensus(same_params=True, same_results=True)  # type: ignore[untyped-decorator]
     def invalidate(self, selector: Selector) -> Removed:
         """Retire the documents that `selector` means; see `retirement`."""
+        self._versions.forget(selector)
         return self._retirement.retire(selector)
 
     # Views
@@ -50,6 +53,24 @@ class Control:
         }
 
     # What happens in the tree
+
+    def arrived(self, req: Any) -> None:
+        """`req` comes to the waiting queue."""
+        if not self._tree.settings.retire_older_versions:
+            return
+        retrieval = self._tree.speculations.retrieval(req)
+        for index in range(len(retrieval.annotation.documents)):
+            document = retrieval.document_key(index)
+            if self._versions.is_newer(document):
+                self._retirement.retire(
+                    Selector(
+                        id=document.id,
+                        namespace=document.namespace,
+                        newer_version=document.version,
+                    )
+                )
+            elif self._versions.is_older(document):
+                req.skip_radix_cache_insert = True
 
     def started(self, reqs: Iterable[Any]) -> None:
         """A pass begins in which `reqs` prefill."""

@@ -25,19 +25,23 @@ class Selector:
         prefix: What the ids begin with; "" is all documents.
         namespace: Only those of this namespace, by the name that `/rag/documents` gives it;
             "" is the one without a salt or key, None is every one.
+        newer_version: Of the document's revisions all that have a name, except this one.
     """
 
     id: str | None = None
     version: str | None = None
     prefix: str | None = None
     namespace: str | None = None
+    newer_version: str | None = None
 
     def matches(self, document: DocumentKey) -> bool:
-        if self.namespace is not None and document.namespace != self.namespace:
-            return False
         if self.prefix is not None:
-            return document.id.startswith(self.prefix)
-        return document.id == self.id and self.version in (None, document.version)
+            named = document.id.startswith(self.prefix)
+        else:
+            named = document.id == self.id and self.version in (None, document.version)
+        if self.newer_version is not None and document.version in ("", self.newer_version):
+            return False
+        return named and self.namespace in (None, document.namespace)
 
     @property
     def is_everything(self) -> bool:

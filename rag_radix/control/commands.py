@@ -1,0 +1,171 @@
+"""`rag-radix stats`, `documents` and `invalidate`: a running server, seen and controlled."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from rag_radix.control.client import Client
+from rag_radix.control.documents import DEFAULT_LIMIT, SORTS
+from rag_radix.control.tables import bar, printable, table
+from rag_radix.errors import RagRadixError
+
+DEFAULT_URL = "http://localhost:30000"
+
+_Command = Callable[[Client, argparse.Namespace], Any]
+_Show = Callable[[Any], str]
+
+
+def add_control_commands(commands: Any) -> None:
+    """Add the commands to an argparse `add_subparsers()` object."""
+    _add(commands, "stats", "say what a server has cached and done", _stats, show_stats)
+    documents = _add(
+        commands, "documents", "list the documents that a server has cached", _documents, show_rows
+    )
+    documents.add_argument(
+        "--sort", choices=SORTS, default="frequency", help="default: %(default)s"
+    )
+    documents.add_argument("--order", choices=("asc", "desc"), help="default: largest first")
+    documents.add_argument("--prefix", default="", help="only ids that begin with it")
+    documents.add_argument("--limit", type=int, default=DEFAULT_LIMIT, metavar="N")
+    documents.add_argument("--offset", type=int, default=0, metavar="N")
+    invalidate = _add(
+        commands,
+        "invalidate",
+        "let documents be found no more, since they have changed or must go",
+        _invalidate,
+        show_removed,
+    )
+    which = invalidate.add_mutually_exclusive_group(required=True)
+    which.add_argument("id", nargs="?", help="the document's id")
+    which.add_argument("--prefix", help="all whose ids begin with it")
+    which.add_argument("--all", action="store_true", help="all, prompts without documents too")
+    invalidate.add_argument("--version", help="only this revision of the document")
+    add_namespace(invalidate)
+
+
+def add_namespace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--namespace",
+        help='only those of this namespace, as `rag-radix documents` names it ("": the public one)',
+    )
+
+
+def _add(
+    commands: Any, name: str, what: str, command: _Command, show: _Show
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=what)
+    parser.add_argument("--url", default=DEFAULT_URL, help="default: %(default)s")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="of the server: its admin key, where it has one"
+    )
+    parser.add_argument("--json", action="store_true", help="the server's answer as it is")
+
+    def run(options: argparse.Namespace) -> int:
+        try:
+            answer = command(Client(options.url, options.api_key), options)
+        except RagRadixError as error:
+            print(f"rag-radix: {printable(str(error))}", file=sys.stderr)
+            return 2
+        if options.json:
+            print(orjson.dumps(answer).decode())
+            return 0
+        ranks = answer.get("ranks", [answer])
+        for number, rank in enumerate(ranks):
+            if len(ranks) > 1:
+                print(f"data-parallel rank {number}")
+            print(show(rank))
+        return 0
+
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _stats(client: Client, _options: argparse.Namespace) -> Any:
+    return client.get("/rag/stats")
+
+
+def _documents(client: Client, options: argparse.Namespace) -> Any:
+    query = {"sort": options.sort, "limit": options.limit, "offset": options.offset}
+    if options.order is not None:
+        query["order"] = options.order
+    if options.prefix:
+        query["prefix"] = options.prefix
+    return client.get("/rag/documents", **query)
+
+
+def _invalidate(client: Client, options: argparse.Namespace) -> Any:
+    return client.post("/rag/invalidate", selector_body(options))
+
+
+def selector_body(options: argparse.Namespace) -> dict[str, Any]:
+    """The body that says which documents the options mean."""
+    given = {
+        name: getattr(options, name, None) for name in ("id", "version", "prefix", "namespace")
+    }
+    body: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if getattr(options, "all", False):
+        body["all"] = True
+    return body
+
+
+def show_stats(report: dict[str, Any]) -> str:
+    lines = [f"policy {report['policy']}, {report['nodes']:,} nodes"]
+    for name in ("device", "host"):
+        if (tier := report[name]) is not None:
+            used, capacity = tier["cached_tokens"], tier["capacity_tokens"]
+            lines.append(
+                f"{name:<7} {bar(used, capacity)} {used:,} of {capacity:,} tokens, "
+                f"{tier['documents']:,} documents, {tier['evicted_nodes']:,} nodes evicted"
+            )
+    requests = report["requests"]
+    prompt = max(requests["prompt_tokens"], 1)
+    lines.append(
+        f"found   {requests['device_hit_tokens'] / prompt:.1%} of {requests['prompt_tokens']:,} "
+        f"prompt tokens on the device, {requests['host_hit_tokens'] / prompt:.1%} on host, in "
+        f"{requests['requests']:,} requests"
+    )
+    swap = report["swap"]
+    lines.append(
+        f"copied  {swap['out_bytes'] / 2**20:,.0f} MiB to host, "
+        f"{swap['in_bytes'] / 2**20:,.0f} MiB back"
+    )
+    return "\n".join(lines)
+
+
+def show_rows(page: dict[str, Any]) -> str:
+    columns = {
+        "id": "id",
+        "version": "version",
+        "namespace": "namespace",
+        "tier": "tier",
+        "tokens": "tokens",
+        "frequency": "frequency",
+        "device_hits": "device hits",
+        "host_hits": "host hits",
+        "positions": "places",
+        "priority": "priority",
+        "pinned": "pinned",
+    }
+    rows = [[row[name] for name in columns] for row in page["documents"]]
+    last = page["offset"] + len(rows)
+    return f"{table(list(columns.values()), rows)}\n{page['offset']}–{last} of {page['total']:,}"
+
+
+def show_removed(removed: dict[str, Any]) -> str:
+    freed, in_use = removed["freed"], removed["in_use"]
+    text = (
+        f"{removed['places']:,} places: {freed['device_tokens']:,} tokens on the device and "
+        f"{freed['host_tokens']:,} on host freed ({freed['bytes'] / 2**20:,.1f} MiB)"
+    )
+    if in_use["nodes"] or removed["requests"]:
+        more = in_use["device_tokens"] + in_use["host_tokens"]
+        text += (
+            f"; {more:,} more tokens once what uses them ends; "
+            f"{removed['requests']:,} requests in progress"
+        )
+    return text

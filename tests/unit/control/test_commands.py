@@ -1,0 +1,157 @@
+"""The commands, against a server of canned answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from rag_radix.cli import main
+from rag_radix.control.tables import bar, printable, shortened, table
+
+ROW = {
+    "id": "wiki/1\x1b[31m",
+    "version": "3",
+    "namespace": "",
+    "tier": "device",
+    "tokens": 1234,
+    "frequency": 5,
+    "device_hits": 3,
+    "host_hits": 1,
+    "positions": 2,
+    "priority": 0.25,
+    "pinned": True,
+}
+AMOUNT = {"nodes": 1, "device_tokens": 1200, "host_tokens": 34, "bytes": 3 << 20}
+REMOVED = {"places": 2, "paths": [["a"]], "freed": AMOUNT, "in_use": AMOUNT, "requests": 1}
+
+
+class Canned:
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.calls: list[tuple[str, Any, str | None]] = []
+        self.url = ""
+
+
+@pytest.fixture
+def server() -> Iterator[Canned]:
+    canned = Canned()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            key = self.headers.get("Authorization")
+            canned.calls.append((self.path, json.loads(body) if body else None, key))
+            status, answer = canned.answers[self.path.partition("?")[0]]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    canned.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    yield canned
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def test_documents_are_a_table_in_which_ids_are_escaped(server, capsys):
+    server.answers["/rag/documents"] = 200, {"total": 1, "offset": 0, "documents": [ROW]}
+    assert main(["documents", "--url", server.url, "--prefix", "wiki/", "--api-key", "k"]) == 0
+    header, row, total = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["id", "version", "namespace"]
+    assert row.startswith(r"wiki/1\x1b[31m  3")
+    assert "1,234" in row
+    assert total == "0–1 of 1"
+    ((path, body, key),) = server.calls
+    assert path == "/rag/documents?sort=frequency&limit=100&offset=0&prefix=wiki%2F"
+    assert (body, key) == (None, "Bearer k")
+
+
+def test_json_is_the_answer_as_it_is(server, capsys):
+    answer = {"ranks": [{"total": 0, "offset": 0, "documents": []}] * 2}
+    server.answers["/rag/documents"] = 200, answer
+    assert main(["documents", "--url", server.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == answer
+    assert main(["documents", "--url", server.url]) == 0
+    assert "data-parallel rank 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "body"),
+    [
+        (["a/1"], {"id": "a/1"}),
+        (["a/1", "--version", "3"], {"id": "a/1", "version": "3"}),
+        (["--prefix", "a/", "--namespace", ""], {"prefix": "a/", "namespace": ""}),
+        (["--all"], {"all": True}),
+    ],
+)
+def test_invalidate_says_which_documents(server, capsys, options, body):
+    server.answers["/rag/invalidate"] = 200, REMOVED
+    assert main(["invalidate", "--url", server.url, *options]) == 0
+    assert server.calls[0][1] == body
+    out = capsys.readouterr().out
+    assert out.startswith("2 places: 1,200 tokens on the device and 34 on host freed (3.0 MiB)")
+    assert "1,234 more tokens once what uses them ends; 1 requests in progress" in out
+
+
+def test_a_refusal_is_told_with_its_reason(server, capsys):
+    server.answers["/rag/invalidate"] = 404, {"error": {"message": "the document 'x' isn't\x07"}}
+    assert main(["invalidate", "x", "--url", server.url]) == 2
+    assert capsys.readouterr().err == (
+        "rag-radix: the server answers 404: the document 'x' isn't\\x07\n"
+    )
+    server.answers["/rag/invalidate"] = 401, {"error": "Unauthorized"}
+    assert main(["invalidate", "x", "--url", server.url]) == 2
+    assert "give --api-key" in capsys.readouterr().err
+    server.answers["/rag/invalidate"] = 404, {"detail": "Not Found"}
+    assert main(["invalidate", "x", "--url", server.url]) == 2
+    assert "knowledge-tree" in capsys.readouterr().err
+    server.answers["/rag/invalidate"] = 200, b"<html>"
+    assert main(["invalidate", "x", "--url", server.url]) == 2
+    assert "doesn't answer as a server does" in capsys.readouterr().err
+    assert main(["stats", "--url", "http://127.0.0.1:1"]) == 2
+    assert "doesn't answer as a server does" in capsys.readouterr().err
+
+
+def test_stats_are_bars_and_rates(server, capsys):
+    tier = {"cached_tokens": 512, "capacity_tokens": 2048, "documents": 7, "evicted_nodes": 3}
+    server.answers["/rag/stats"] = (
+        200,
+        {
+            "policy": "pgdsf",
+            "nodes": 11,
+            "device": tier,
+            "host": None,
+            "requests": {
+                "prompt_tokens": 1000,
+                "device_hit_tokens": 500,
+                "host_hit_tokens": 100,
+                "requests": 4,
+            },
+            "swap": {"out_bytes": 5 << 20, "in_bytes": 0},
+        },
+    )
+    assert main(["stats", "--url", server.url]) == 0
+    out = capsys.readouterr().out
+    assert "█" * 8 + "░" * 22 + " 512 of 2,048 tokens, 7 documents, 3 nodes evicted" in out
+    assert "50.0% of 1,000 prompt tokens on the device, 10.0% on host, in 4 requests" in out
+
+
+def test_tables_keep_what_clients_wrote_in_its_place():
+    assert printable("a\u202eb\n") == r"a\u202eb\n"
+    assert shortened("x" * 100) == "x" * 59 + "…"
+    assert table(["id", "n"], [["a", 1], ["bcd", 20]]) == "id    n\na     1\nbcd  20"
+    assert bar(5, 0) == "░" * 30
+    assert bar(9, 3) == "█" * 30
