@@ -18,8 +18,8 @@ _Number = TypeVar("_Number", int, float)
 
 # Defaults of a comparison that is meant, and of a first impression: 12 minutes on 2 cores with a
 # model of 135M parameters.
-FULL = {"loads": "0.5,0.8,0.95", "repeats": 5, "warm_up": 300, "requests": 200}
-QUICK = {"loads": "0.8", "repeats": 3, "warm_up": 50, "requests": 50}
+FULL = {"loads": "0.5,0.8,0.95", "repeats": 5, "warm_up": 150, "requests": 100}
+QUICK = {"loads": "0.8", "repeats": 3, "warm_up": 70, "requests": 45}
 AT_LEAST_ONE = (
     *("repeats", "requests", "output_tokens"),
     *("device_tokens", "host_tokens", "page_size", "chunk_tokens", "running_requests"),
@@ -106,9 +106,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="search the highest rate whose mean TTFT stays under 5 times that of the lowest one",
     )
-    parser.add_argument("--device-tokens", type=int, default=4_000, help="of the device tier")
+    # 5% and 30% of the documents' tokens.
+    parser.add_argument("--device-tokens", type=int, default=3_000, help="of the device tier")
     parser.add_argument("--host-tokens", type=int, default=18_000, help="of the host tier")
-    parser.add_argument("--running-requests", type=int, default=4, help="that run at once")
+    parser.add_argument("--running-requests", type=int, default=2, help="that run at once")
     parser.add_argument("--chunk-tokens", type=int, default=2_048, help="of a prefill at once")
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument(

@@ -6,6 +6,8 @@ import argparse
 
 import pytest
 from rag_radix_benchmarks.ab_options import FULL, QUICK, Plan, add_options
+from rag_radix_benchmarks.study_estimate import comparison_minutes
+from rag_radix_benchmarks.study_file import read_study
 
 from rag_radix.errors import ConfigError
 
@@ -30,6 +32,13 @@ def test_quick_is_smaller_and_what_is_given_wins():
     assert asked.workload.requests == QUICK["requests"]
     assert asked.shares == (0.8,)
     assert asked.repeats == 4
+
+
+def test_quick_ends_within_twelve_minutes_on_two_cores():
+    machine = read_study("cpu").machine
+    assert 8 < comparison_minutes(plan("--quick"), False, machine) <= 12
+    throughput = comparison_minutes(plan("--quick", "--repeats", "1"), True, machine)
+    assert throughput > 3 * comparison_minutes(plan("--quick", "--repeats", "1"), False, machine)
 
 
 def test_rates_and_closed_loops_take_the_place_of_loads():
@@ -60,6 +69,8 @@ def test_arms_differ_in_their_own_flags_alone():
         (["--loads", "0.5,0"], "--loads '0.5,0': give positive numbers"),
         (["--repeats", "0"], "--repeats 0: give at least 1"),
         (["--device-tokens", "0"], "--device-tokens 0: give at least 1"),
+        (["--programs"], "--programs ask a --corpus"),
+        (["--arms", "stock-lru,knowledge-tree+speculation"], "add --programs"),
     ],
 )
 def test_a_wrong_option_is_named(arguments, named):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from rag_radix_benchmarks.arms import STOCK_ARMS, parse_arms
+from rag_radix_benchmarks.arms import STOCK_ARMS, ProgramStyle, parse_arms
 
 from rag_radix.errors import ConfigError
 
@@ -40,6 +40,16 @@ def test_an_arm_may_be_served_already():
     assert arm.built == STOCK_ARMS["stock-lru"].built
 
 
+def test_how_programs_retrieve_follows_a_plus_and_changes_no_server():
+    plain, arm = parse_arms("knowledge-tree,knowledge-tree:policy=lru+speculation+cached_first@h/")
+    assert arm.programs == ProgramStyle(speculation=True, order="cached_first")
+    assert (arm.name, arm.url) == ("knowledge-tree:policy=lru+speculation+cached_first", "h")
+    assert plain.programs == ProgramStyle()
+    named, other = parse_arms("faster=knowledge-tree+speculation,stock-lru+canonical")
+    assert (named.name, named.flags) == ("faster", plain.flags)
+    assert (other.name, other.programs.order) == ("stock-lru+canonical", "canonical")
+
+
 def test_a_peer_is_named_freely_and_always_has_a_url():
     _, peer = parse_arms("stock-lru,openai:vllm@http://localhost:8000")
     assert (peer.name, peer.url, peer.is_peer) == ("openai:vllm", "http://localhost:8000", True)
@@ -58,6 +68,10 @@ def test_a_peer_is_named_freely_and_always_has_a_url():
         ("stock-lru,knowledge-tree:policy=best", "best"),
         ("stock-lru,knowledge-tree:swap_out=never", "swap_out='never'"),
         ("stock-lru,knowledge-tree:windw=3", "windw"),
+        ("stock-lru,knowledge-tree+speed", r"\+speed is none of \+speculation"),
+        ("stock-lru+speculation,knowledge-tree", "only knowledge-tree"),
+        ("stock-lru+cached_first,knowledge-tree", "only knowledge-tree"),
+        ("stock-lru,openai:x+canonical@h", "only knowledge-tree"),
     ],
 )
 def test_a_wrong_arm_is_refused_by_name(names, named):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from e2e.exactness import MODEL
 from rag_radix_benchmarks import corpus
-from rag_radix_benchmarks.corpus import INSTRUCTION, CorpusQuestions
+from rag_radix_benchmarks.corpus import INSTRUCTION, CorpusPrograms, CorpusQuestions, question_text
 from rag_radix_frontend import FaissRetriever, build_index
 
 from rag_radix.errors import ConfigError
@@ -41,9 +42,16 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     build_index(source, tmp_path / "index", LetterEncoder())
     opened = FaissRetriever.open(tmp_path / "index", encoder=LetterEncoder())
-    monkeypatch.setattr(corpus, "_retriever", lambda index: opened)
+    monkeypatch.setattr(corpus, "_retriever", lambda index, stages=None: opened)
     corpus._questions.cache_clear()
+    corpus._waited.cache_clear()
     return tmp_path / "index"
+
+
+def programs(index: Path, search_s: float) -> CorpusPrograms:
+    settings = {"model_path": str(MODEL), "k": 2, "skew": 1.0, "output_tokens": 3}
+    settings |= {"warm_up": 4, "requests": 30, "seed": 1}
+    return CorpusPrograms.open(index, None, search_s=search_s, **settings)
 
 
 def questions(index: Path, path: Path | None = None, **different: object) -> CorpusQuestions:
@@ -107,3 +115,24 @@ def test_a_file_without_questions_is_refused(index, tmp_path):
         questions(index, path)
     with pytest.raises(ConfigError, match="can't be read"):
         questions(index, tmp_path / "missing.txt")
+
+
+def test_programs_ask_what_prompts_ask(index):
+    from transformers import AutoTokenizer
+
+    decode = AutoTokenizer.from_pretrained(MODEL).decode
+    part = programs(index, 0.0).part(1)
+    prompts = questions(index).part(1)
+    assert (part.measured, part.prompts) == (prompts.measured, prompts.prompts)
+    for (number, text), ids in zip(part.questions, part.prompts, strict=True):
+        assert decode(ids).endswith(question_text(number, text))
+
+
+def test_a_search_that_is_waited_for_takes_so_long_and_finds_the_same(index):
+    workload = programs(index, 0.05)
+    (stage,) = workload.retriever(["Bread"]).retrieve("Bread", 2)
+    started = time.perf_counter()
+    (again,) = workload.retriever(["Bread"]).retrieve("Bread", 2)
+    assert time.perf_counter() - started >= 0.05
+    (searched,) = programs(index, 0.0).retriever(["Bread"]).retrieve("Bread", 2)
+    assert stage == again == searched

@@ -1,0 +1,162 @@
+"""A study: its file, its parts as commands, and the report that is written from results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+from rag_radix_benchmarks import study as module
+from rag_radix_benchmarks.command import benchmark
+from rag_radix_benchmarks.study_file import read_study
+from rag_radix_benchmarks.study_results import Results
+
+from rag_radix.errors import ConfigError
+
+FILE = """
+title = "A study"
+common = "--documents 40 --document-tokens 100 --repeats 2"
+common_quick = "--requests 5"
+
+[machine]
+prompt_tokens_per_s = 1000
+server_start_s = 30
+
+[[part]]
+name = "main"
+title = "Main comparison"
+question = "What is gained?"
+paper = "Up to 3.5 times."
+options = "--arms stock-lru,knowledge-tree"
+server_flags = "--dtype float32"
+[[part.step]]
+name = "one"
+label = "k = 1"
+options = "--k 1 --requests 9"
+quick = "--warm-up 3"
+[[part.step]]
+name = "two"
+label = "k = 2"
+quick = false
+
+[[part]]
+name = "memory"
+title = "Memory"
+question = "How much is enough?"
+paper = "More is better."
+[[part.step]]
+name = "replay"
+label = "a replay"
+bench = "host-memory"
+options = "--documents 30 --document-tokens 50 --device-tokens 700 --policies lru,pgdsf"
+quick = "--host-percent 50 --requests 20 --warm-up 10 --repeats 1"
+minutes = [3, 1]
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(FILE)
+    return path
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    module.add_options(parser)
+    module.run(parser.parse_args(list(map(str, arguments))))
+
+
+@pytest.mark.parametrize("name", ["cpu", "paper-cuda"])
+def test_every_step_of_the_studies_that_come_along_is_a_command_that_parses(name, capsys):
+    for part in read_study(name).parts.values():
+        assert part.steps_of(quick=True)
+        for step in part.steps:
+            parser = argparse.ArgumentParser()
+            benchmark(step.bench).add_options(parser)
+            for quick in (False, True):
+                arguments = [*step.arguments(quick), "--model-path", "MODEL"]
+                if step.bench == "host-memory":
+                    arguments = arguments[:-2]
+                parser.parse_args(arguments)
+
+
+def test_parts_of_the_cpu_study_end_within_the_hour(capsys):
+    run("--list", "--model-path", "MODEL")
+    lines = capsys.readouterr().out.splitlines()[1:]
+    minutes = {line.split()[0]: tuple(map(int, line.split()[1:3])) for line in lines}
+    assert set(minutes) == set(read_study("cpu").parts)
+    assert all(full <= 60 for full, _ in minutes.values())
+
+
+def test_quick_options_win_and_may_leave_a_step_out(path):
+    part = read_study(str(path)).part("main")
+    assert [step.name for step in part.steps_of(quick=True)] == ["one"]
+    step = part.steps[0]
+    assert step.arguments(quick=False)[-4:] == ("--k", "1", "--requests", "9")
+    assert step.arguments(quick=True)[-4:] == ("--requests", "5", "--warm-up", "3")
+    assert part.server_flags == ("--dtype", "float32")
+
+
+def test_a_part_is_measured_kept_and_reported(path, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "docs" / "RESULTS.md"
+    report.parent.mkdir()
+    run("--study", path, "--part", "memory", "--quick", "--results", tmp_path / "r")
+    run("--study", path, "--results", tmp_path / "r", "--write", report)
+    text = report.read_text()
+    assert "a replay: quick version" in text
+    assert "rag-radix bench host-memory --documents 30" in text
+    assert "**Not run**: `rag-radix bench study --part main`" in text
+    assert "](results/memory.png)" in text
+    assert (tmp_path / "docs" / "results" / "memory.png").exists()
+
+
+def test_the_full_version_of_a_step_comes_before_the_quick_one(path, tmp_path):
+    part = read_study(str(path)).part("memory")
+    results = Results(tmp_path)
+    results.put(part, part.steps[0], True, {"n": 1})
+    assert [(each.quick, each.report["n"]) for each in results.of(part)] == [(True, 1)]
+    results.put(part, part.steps[0], False, {"n": 2})
+    assert [(each.quick, each.report["n"]) for each in results.of(part)] == [(False, 2)]
+
+
+def test_a_comparison_is_given_its_place_and_its_command_is_kept(path, tmp_path, monkeypatch):
+    asked = []
+
+    def measure(options):
+        asked.append(options)
+        return {"benchmark": "ab", "config": {"model_path": options.model_path}}
+
+    monkeypatch.setattr(benchmark("ab"), "measure", measure)
+    common = ["--study", path, "--results", tmp_path / "r", "--work", tmp_path / "w"]
+    run(*common, "--part", "main", "--quick", "--model-path", "/a/model", "--", "--seed", "7")
+    (options,) = asked
+    assert (options.requests, options.warm_up, options.seed) == (5, 3, 7)
+    assert options.server_flags == ["--dtype", "float32"]
+    assert options.out == tmp_path / "w" / "main-one-quick"
+    kept = json.loads((tmp_path / "r" / "main-one.quick.json").read_text())
+    assert kept["command"].startswith("rag-radix bench ab --model-path MODEL --documents 40")
+    assert kept["command"].endswith("--seed 7 -- --dtype float32")
+    assert str(tmp_path) not in kept["command"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--study", "gpu"], "'gpu' doesn't exist.*cpu, paper-cuda"),
+        (["--part", "mian"], "'mian': the study 'cpu' has main"),
+        (["--part", "main"], "give --model-path"),
+        (["--part", "peers", "--model-path", "MODEL"], "give --peer"),
+    ],
+)
+def test_what_is_missing_is_named(arguments, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
+        run(*arguments, "--results", tmp_path, "--work", tmp_path)
+
+
+def test_a_file_that_lacks_something_is_named(tmp_path):
+    path = tmp_path / "broken.toml"
+    path.write_text('title = "x"\ncommon = ""\n')
+    with pytest.raises(ConfigError, match=r"broken.toml.*common_quick"):
+        read_study(str(path))
