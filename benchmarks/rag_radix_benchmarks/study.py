@@ -87,7 +87,7 @@ def _measured(part: Part, step: Step, options: argparse.Namespace) -> dict[str, 
 
 def _arguments(part: Part, step: Step, options: argparse.Namespace) -> list[str]:
     """All that the step's benchmark is given."""
-    arguments = [*step.arguments(options.quick), *options.options]
+    arguments = step.arguments(options.quick, options.options)
     if step.bench not in REPLAYED and "--model-path" not in arguments:
         if options.model_path is None:
             raise ConfigError(f"part {part.name!r} asks a model: give --model-path")

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import shlex
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from rag_radix.errors import ConfigError
+
+# Options of which a benchmark takes one.
+INSTEAD_OF = {
+    **dict.fromkeys(("--rates", "--concurrency"), "--loads"),
+    **dict.fromkeys(("--trace", "--corpus"), "--workload"),
+}
 
 STUDIES = files("rag_radix_benchmarks") / "studies"
 
@@ -38,9 +45,9 @@ class Step:
     quick: tuple[str, ...] | None
     minutes: tuple[float, float] | None
 
-    def arguments(self, quick: bool) -> tuple[str, ...]:
-        """All options of a version."""
-        return self.options + (self.quick or () if quick else ())
+    def arguments(self, quick: bool, more: Sequence[str] = ()) -> list[str]:
+        """The options of a version and more of them, the last of each."""
+        return last_of_each([*self.options, *(self.quick or () if quick else ()), *more])
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,21 @@ class Study:
                 f"--part {name!r}: the study {self.name!r} has {', '.join(self.parts)}"
             )
         return self.parts[name]
+
+
+def last_of_each(arguments: Sequence[str]) -> list[str]:
+    """Command-line options without those that later ones replace; what follows a `--` stays."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept: dict[str, list[str]] = {}
+    values: list[str] = []
+    for each in arguments[:end]:
+        if each.startswith("--"):
+            key = INSTEAD_OF.get(each, each)
+            kept.pop(key, None)
+            values = kept[key] = [each]
+        else:
+            values.append(each)
+    return [each for values in kept.values() for each in values] + list(arguments[end:])
 
 
 def read_study(name: str) -> Study:

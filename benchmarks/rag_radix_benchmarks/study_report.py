@@ -32,7 +32,7 @@ def write_report(study: Study, results: Results, path: Path) -> None:
     blocks = [f"# {study.title}", *_head(measured)]
     header = ["part", "the paper", "here", "measured"]
     rows = [_row(part, measured[name]) for name, part in study.parts.items()]
-    blocks.append(markdown(header, rows))
+    blocks.append(markdown(header, rows, align="---"))
     for name, part in study.parts.items():
         drawn = draw_part(part, measured[name], charts)
         blocks += _section(study, part, measured[name], [f"results/{each}" for each in drawn])

@@ -113,7 +113,7 @@ def plain(header: Sequence[str], rows: Rows) -> str:
     )
 
 
-def markdown(header: Sequence[str], rows: Rows) -> str:
-    """A table of Markdown."""
-    separator = ["---", *["---:"] * (len(header) - 1)]
+def markdown(header: Sequence[str], rows: Rows, align: str = "---:") -> str:
+    """A table of Markdown, its first column to the left and the others as `align` says."""
+    separator = ["---", *[align] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, separator, *rows))

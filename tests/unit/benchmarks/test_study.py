@@ -8,7 +8,7 @@ import json
 import pytest
 from rag_radix_benchmarks import study as module
 from rag_radix_benchmarks.command import benchmark
-from rag_radix_benchmarks.study_file import read_study
+from rag_radix_benchmarks.study_file import last_of_each, read_study
 from rag_radix_benchmarks.study_results import Results
 
 from rag_radix.errors import ConfigError
@@ -93,9 +93,38 @@ def test_quick_options_win_and_may_leave_a_step_out(path):
     part = read_study(str(path)).part("main")
     assert [step.name for step in part.steps_of(quick=True)] == ["one"]
     step = part.steps[0]
-    assert step.arguments(quick=False)[-4:] == ("--k", "1", "--requests", "9")
-    assert step.arguments(quick=True)[-4:] == ("--requests", "5", "--warm-up", "3")
+    assert step.arguments(quick=False)[-4:] == ["--k", "1", "--requests", "9"]
+    assert step.arguments(quick=True)[-4:] == ["--requests", "5", "--warm-up", "3"]
+    assert "9" not in step.arguments(quick=True)
     assert part.server_flags == ("--dtype", "float32")
+
+
+def test_the_last_of_options_that_exclude_each_other_is_kept():
+    given = [
+        "--loads",
+        "0.5",
+        "--fractions",
+        "1",
+        "2",
+        "--quick",
+        "--fractions",
+        "3",
+        "--rates",
+        "4",
+        "--",
+        "--loads",
+        "9",
+    ]
+    assert last_of_each(given) == [
+        "--quick",
+        "--fractions",
+        "3",
+        "--rates",
+        "4",
+        "--",
+        "--loads",
+        "9",
+    ]
 
 
 def test_a_part_is_measured_kept_and_reported(path, tmp_path, capsys):
