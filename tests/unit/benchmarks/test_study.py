@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 
 import pytest
 from rag_radix_benchmarks import study as module
@@ -100,31 +101,8 @@ def test_quick_options_win_and_may_leave_a_step_out(path):
 
 
 def test_the_last_of_options_that_exclude_each_other_is_kept():
-    given = [
-        "--loads",
-        "0.5",
-        "--fractions",
-        "1",
-        "2",
-        "--quick",
-        "--fractions",
-        "3",
-        "--rates",
-        "4",
-        "--",
-        "--loads",
-        "9",
-    ]
-    assert last_of_each(given) == [
-        "--quick",
-        "--fractions",
-        "3",
-        "--rates",
-        "4",
-        "--",
-        "--loads",
-        "9",
-    ]
+    given = shlex.split("--loads 0.5 --fractions 1 2 --quick --fractions 3 --rates 4 -- --loads 9")
+    assert last_of_each(given) == shlex.split("--quick --fractions 3 --rates 4 -- --loads 9")
 
 
 def test_a_part_is_measured_kept_and_reported(path, tmp_path, capsys):
