@@ -29,6 +29,10 @@ class UnknownDocumentError(ControlError):
     """An operator named a document that the server doesn't know."""
 
 
+class RefusedError(ControlError):
+    """An operator asked for what there is no room for."""
+
+
 class TraceError(RagRadixError, ValueError):
     """A request trace can't be read or written; the message names line and field."""
 

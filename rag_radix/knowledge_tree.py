@@ -200,6 +200,7 @@ class KnowledgeTree(UnifiedRadixCache):
             if since < last <= start and first < last:
                 document = retrieval.document_key(index)
                 self._name(ends[last], Occurrence(document, last - first))
+                self.control.named(ends[last], document)
         documents = retrieval.annotation.documents
         unmarked = [i for first, last, i in spans if first == last or first < start < last]
         for index in (*unmarked, *range(len(spans), len(documents))):

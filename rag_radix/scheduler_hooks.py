@@ -55,6 +55,7 @@ def _after_init(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
     if missing:
         raise IncompatibleSGLangError(f"SGLang's scheduler has no {', '.join(missing)}")
     # SGLang makes a new list whenever requests leave the queue.
+    scheduler.tree_cache.control.longest_request_tokens = scheduler.max_req_len
     scheduler.tree_cache.waiting = lambda: scheduler.waiting_queue
 
 
@@ -178,6 +179,7 @@ ATTRIBUTES = (
     "enable_lora",
     "grammar_manager",
     "max_queued_requests",
+    "max_req_len",
     "min_free_slots_delayer",
     "tree_cache",
     "waiting_queue",

@@ -16,6 +16,10 @@ DEFAULT_REORDER_WINDOW = 32
 # Requests prefilled together, as in the RAGCache paper's experiments.
 DEFAULT_MAX_PREFILL_BS = 4
 
+DEFAULT_PIN_DEVICE_SHARE = 0.25
+DEFAULT_PIN_HOST_SHARE = 0.5
+MAX_PIN_SHARE = 0.9
+
 
 @dataclass(frozen=True)
 class TreeSettings:
@@ -34,6 +38,7 @@ class TreeSettings:
         max_prefill_bs: Waiting requests from which on speculative ones are refused.
         retire_older_versions: Whether a request with a newer version of a document lets its
             older ones be found no more.
+        pin_device_share, pin_host_share: How much of each tier pinned documents may take.
     """
 
     policy: ReplacementPolicy
@@ -45,6 +50,8 @@ class TreeSettings:
     reorder_window: int = DEFAULT_REORDER_WINDOW
     max_prefill_bs: int = DEFAULT_MAX_PREFILL_BS
     retire_older_versions: bool = False
+    pin_device_share: float = DEFAULT_PIN_DEVICE_SHARE
+    pin_host_share: float = DEFAULT_PIN_HOST_SHARE
 
 
 def parse_settings(
@@ -55,8 +62,9 @@ def parse_settings(
     """Build the settings from `--radix-eviction-policy` and its `-config` object.
 
     `cost_table` of the config names a file for `PrefillCostTable.load`; without it the table
-    is `default_cost()`. `swap_out`, `max_depth`, `trace`, `reorder_window`, `max_prefill_bs` and
-    `retire_older_versions` are those of `TreeSettings`. The other keys belong to the policy.
+    is `default_cost()`. `swap_out`, `max_depth`, `trace`, `reorder_window`, `max_prefill_bs`,
+    `retire_older_versions` and the `pin_` shares are those of `TreeSettings`. The other keys
+    belong to the policy.
 
     Raises:
         ConfigError: Unknown policy or key, a wrong value, or an unusable cost table.
@@ -72,6 +80,13 @@ def parse_settings(
     trace = config.pop("trace", None)
     if trace is not None and not isinstance(trace, str):
         raise _wrong("trace", trace, "give the name of a file")
+    shares = {
+        "pin_device_share": config.pop("pin_device_share", DEFAULT_PIN_DEVICE_SHARE),
+        "pin_host_share": config.pop("pin_host_share", DEFAULT_PIN_HOST_SHARE),
+    }
+    for key, share in shares.items():
+        if type(share) not in (int, float) or not 0 <= share <= MAX_PIN_SHARE:
+            raise _wrong(key, share, f"give a share of the tier from 0 to {MAX_PIN_SHARE}")
     retire_older = config.pop("retire_older_versions", False)
     if not isinstance(retire_older, bool):
         raise _wrong("retire_older_versions", retire_older, "use true or false")
@@ -90,6 +105,7 @@ def parse_settings(
         max_depth=max_depth,
         trace=trace,
         retire_older_versions=retire_older,
+        **shares,
         **counts,
     )
 

@@ -127,7 +127,8 @@ class SwapOut:
         victims = component.choose_host_victims(missing) if missing > 0 else HostVictims()
         if victims is None:
             return False
-        if not tree.settings.policy.admits(
+        # What is locked there, a pinned document's prefix, has no choice.
+        if not node.component_data[_FULL].host_lock_ref and not tree.settings.policy.admits(
             [kept.statistics for kept in _subtree(node)],
             [leaf.statistics for leaf in victims.leaves],
             component.host.clock,

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rag_radix.control.control import Control
 from rag_radix.control.documents import Page, documents
+from rag_radix.control.pins import Pin
 from rag_radix.control.selector import Selector
 from rag_radix.control.tree_view import View, tree_view
+from rag_radix.errors import ControlError
 
 DOCUMENTS_ACTION = "documents"
 TREE_ACTION = "tree"
 INVALIDATE_ACTION = "invalidate"
+PIN_ACTION = "pin"
+UNPIN_ACTION = "unpin"
+EXPIRE_ACTION = "expire_pins"
+PINS_ACTION = "pins"
+
+
+def _control(scheduler: Any) -> Control:
+    control: Control = scheduler.tree_cache.control
+    return control
 
 
 def _documents(scheduler: Any, page: dict[str, Any]) -> dict[str, Any]:
@@ -23,14 +35,36 @@ def _tree(scheduler: Any, view: dict[str, Any]) -> dict[str, Any]:
 
 
 def _invalidate(scheduler: Any, selector: dict[str, Any]) -> dict[str, Any]:
-    removed: dict[str, Any] = scheduler.tree_cache.control.invalidate(
-        Selector(**selector)
-    ).as_json()
-    return removed
+    return _control(scheduler).invalidate(Selector(**selector)).as_json()
+
+
+def _pin(scheduler: Any, body: dict[str, Any]) -> dict[str, Any]:
+    pin = Pin(Selector(**body["selector"]), body["tier"], body["expires_s"])
+    try:
+        return {"places": _control(scheduler).pin(pin)}
+    except ControlError as error:
+        return {"places": 0, "refused": str(error)}
+
+
+def _unpin(scheduler: Any, selector: dict[str, Any]) -> int:
+    return _control(scheduler).unpin(Selector(**selector))
+
+
+def _expire(scheduler: Any, now_s: float) -> int:
+    return _control(scheduler).expire_pins(now_s)
+
+
+def _pins(scheduler: Any, _body: None) -> dict[str, Any]:
+    control = _control(scheduler)
+    return {"pins": control.pins(), "tiers": control.report()["pins"]}
 
 
 ACTIONS: dict[str, Callable[[Any, Any], Any]] = {
     DOCUMENTS_ACTION: _documents,
     TREE_ACTION: _tree,
     INVALIDATE_ACTION: _invalidate,
+    PIN_ACTION: _pin,
+    UNPIN_ACTION: _unpin,
+    EXPIRE_ACTION: _expire,
+    PINS_ACTION: _pins,
 }

@@ -45,10 +45,19 @@ def add_control_commands(commands: Any) -> None:
     which.add_argument("--prefix", help="all whose ids begin with it")
     which.add_argument("--all", action="store_true", help="all, prompts without documents too")
     invalidate.add_argument("--version", help="only this revision of the document")
-    add_namespace(invalidate)
+    _add_namespace(invalidate)
+    pin = _add(commands, "pin", "keep a document that is cached, with its prefixes", _pin, show_pin)
+    unpin = _add(commands, "unpin", "keep a document no longer", _unpin, show_unpin)
+    for parser in (pin, unpin):
+        parser.add_argument("id", help="the document's id")
+        parser.add_argument("--version", help="only this revision of it")
+        _add_namespace(parser)
+    pin.add_argument("--tier", choices=("device", "host"), default="device", help="by %(default)s")
+    pin.add_argument("--ttl", type=float, metavar="S", help="for so many seconds (for good)")
+    _add(commands, "pins", "list what is pinned", _pins, show_pins)
 
 
-def add_namespace(parser: argparse.ArgumentParser) -> None:
+def _add_namespace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--namespace",
         help='only those of this namespace, as `rag-radix documents` names it ("": the public one)',
@@ -100,6 +109,21 @@ def _documents(client: Client, options: argparse.Namespace) -> Any:
 
 def _invalidate(client: Client, options: argparse.Namespace) -> Any:
     return client.post("/rag/invalidate", selector_body(options))
+
+
+def _pin(client: Client, options: argparse.Namespace) -> Any:
+    body = {**selector_body(options), "tier": options.tier}
+    if options.ttl is not None:
+        body["ttl_s"] = options.ttl
+    return client.post("/rag/pin", body)
+
+
+def _unpin(client: Client, options: argparse.Namespace) -> Any:
+    return client.post("/rag/unpin", selector_body(options))
+
+
+def _pins(client: Client, _options: argparse.Namespace) -> Any:
+    return client.get("/rag/pins")
 
 
 def selector_body(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,6 +178,36 @@ def show_rows(page: dict[str, Any]) -> str:
     rows = [[row[name] for name in columns] for row in page["documents"]]
     last = page["offset"] + len(rows)
     return f"{table(list(columns.values()), rows)}\n{page['offset']}–{last} of {page['total']:,}"
+
+
+def show_pin(answer: dict[str, Any]) -> str:
+    return f"pinned at {answer['places']:,} places"
+
+
+def show_unpin(answer: dict[str, Any]) -> str:
+    return f"{answer['pins']:,} pins given up"
+
+
+def show_pins(answer: dict[str, Any]) -> str:
+    lines = []
+    for name, tier in answer["tiers"].items():
+        used, budget = tier["pinned_tokens"], tier["budget_tokens"]
+        lines.append(
+            f"{name:<7} {bar(used, budget)} {used:,} of {budget:,} tokens that may be pinned, "
+            f"{tier['places']:,} places"
+        )
+    rows = [
+        [
+            pin["id"],
+            pin.get("version", ""),
+            pin.get("namespace", ""),
+            pin["tier"],
+            "" if pin["expires_in_s"] is None else f"{pin['expires_in_s']:,.0f} s",
+        ]
+        for pin in answer["pins"]
+    ]
+    lines.append(table(["id", "version", "namespace", "tier", "ends in"], rows))
+    return "\n".join(lines)
 
 
 def show_removed(removed: dict[str, Any]) -> str:

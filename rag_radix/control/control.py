@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from rag_radix.control.pins import Pin, Pins
 from rag_radix.control.retirement import Removed, Retirement
 from rag_radix.control.selector import Selector
 from rag_radix.control.versions import Versions
@@ -17,21 +18,46 @@ if TYPE_CHECKING:
     from rag_radix.tree_core import DocumentNode
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+_same_on_all_ranks: Callable[[_F], _F] = rank_consensus(same_params=True, same_results=True)
+
+
 class Control:
-    """Operators' calls on one tree; every rank executes the same ones in the same order."""
+    """Operators' calls on one tree; every rank executes the same ones in the same order.
+
+    Attributes:
+        longest_request_tokens: What one request may need of the device.
+    """
 
     def __init__(self, tree: KnowledgeTree) -> None:
         self._tree = tree
         self._retirement = Retirement(tree)
         self._versions = Versions()
+        self._pins = Pins(tree)
+        self.longest_request_tokens = 0
 
     # Calls
 
-    @rank_consensus(same_params=True, same_results=True)  # type: ignore[untyped-decorator]
+    @_same_on_all_ranks
     def invalidate(self, selector: Selector) -> Removed:
         """Retire the documents that `selector` means; see `retirement`."""
         self._versions.forget(selector)
         return self._retirement.retire(selector)
+
+    @_same_on_all_ranks
+    def pin(self, pin: Pin) -> int:
+        """Keep documents in a tier; see `Pins.pin`."""
+        return self._pins.pin(pin)
+
+    @_same_on_all_ranks
+    def unpin(self, selector: Selector) -> int:
+        """Keep them no longer; see `Pins.unpin`."""
+        return self._pins.unpin(selector)
+
+    @_same_on_all_ranks
+    def expire_pins(self, now_s: float) -> int:
+        """Keep no longer what was to be kept until `now_s`, on the callers' clock."""
+        return self._pins.expire(now_s)
 
     # Views
 
@@ -44,12 +70,17 @@ class Control:
         return self._retirement.is_retired(node)
 
     def is_pinned(self, document: DocumentKey) -> bool:
-        return False
+        return self._pins.is_pinned(document)
+
+    def pins(self) -> list[dict[str, Any]]:
+        """All pins, as plain JSON values."""
+        return self._pins.listed()
 
     def report(self) -> dict[str, Any]:
         return {
             "retired_nodes": self._retirement.retired_nodes(),
             "invalidated": asdict(self._retirement.counters),
+            "pins": self._pins.report(),
         }
 
     # What happens in the tree
@@ -76,6 +107,14 @@ class Control:
         """A pass begins in which `reqs` prefill."""
         self._retirement.started(reqs)
 
+    def named(self, end: DocumentNode, document: DocumentKey) -> None:
+        """A request has `document`, which ends at `end`."""
+        self._pins.named(end, document)
+
+    def retired(self, tops: Iterable[DocumentNode]) -> None:
+        """Nothing finds these nodes and what is below them any more."""
+        self._pins.retired(tops)
+
     def unlocked(self) -> None:
         """A request has ended, or copies are done."""
         self._retirement.sweep()
@@ -83,3 +122,4 @@ class Control:
     def reset(self) -> None:
         """The tree is empty."""
         self._retirement.reset()
+        self._pins.reset()

@@ -150,6 +150,7 @@ class Retirement:
             if not req.skip_radix_cache_insert and self._concerns(req, selector, hidden):
                 req.skip_radix_cache_insert = True
                 removed.requests += 1
+        self._tree.control.retired(tops)
         bytes_per_token = device_bytes_per_token(self._tree)
         for top in tops:
             for node in subtree(top):

@@ -9,12 +9,21 @@ API key where that is set. With several data-parallel ranks the answers of all s
 - `GET /rag/tree`: see `tree_view`. ``depth``, ``nodes``.
 - `POST /rag/invalidate`: the documents of a `selector`. Answers what was removed, see
   `retirement.Removed`; 404 when a document that was named isn't in the tree.
+- `POST /rag/pin` ``{"id", "version", "namespace", "tier", "ttl_s"}``: keep a document that is
+  cached, with its prefixes, in ``tier`` ("device", the default, or "host"), for ``ttl_s`` seconds
+  or for good. Answers ``{"places": n}``; 404 when it isn't cached, 409 when the tier's budget
+  doesn't reach.
+- `POST /rag/unpin` ``{"id", "version", "namespace"}``: answers ``{"pins": n}``, how many were given
+  up; 404 when there was none.
+- `GET /rag/pins`: the pins, with ``expires_in_s``, and what of each tier's budget they take.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -23,17 +32,29 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from rag_radix.control.actions import DOCUMENTS_ACTION, INVALIDATE_ACTION, TREE_ACTION
+from rag_radix.control.actions import (
+    DOCUMENTS_ACTION,
+    EXPIRE_ACTION,
+    INVALIDATE_ACTION,
+    PIN_ACTION,
+    PINS_ACTION,
+    TREE_ACTION,
+    UNPIN_ACTION,
+)
 from rag_radix.control.documents import parse_page
+from rag_radix.control.pins import parse_tier, parse_ttl
 from rag_radix.control.selector import parse_object, parse_selector
 from rag_radix.control.tree_view import parse_view
-from rag_radix.errors import ControlError, RpcError, UnknownDocumentError
+from rag_radix.errors import ControlError, RefusedError, RpcError, UnknownDocumentError
 
 logger = logging.getLogger(__name__)
 
 DOCUMENTS_PATH = "/rag/documents"
 TREE_PATH = "/rag/tree"
 INVALIDATE_PATH = "/rag/invalidate"
+PIN_PATH = "/rag/pin"
+UNPIN_PATH = "/rag/unpin"
+PINS_PATH = "/rag/pins"
 
 Call = Callable[[str, Any], Awaitable[list[Any]]]
 _Handler = Callable[[Request], Awaitable[Any]]
@@ -59,12 +80,71 @@ def add_control_routes(app: FastAPI, call: Call) -> None:
         log_action("invalidate", request, **selector.as_json(), removed=[_brief(r) for r in ranks])
         return merged(ranks)
 
+    async def pin(request: Request) -> Any:
+        body = parse_object(await request.body(), ("id", "version", "namespace", "tier", "ttl_s"))
+        selector, tier, ttl_s = parse_selector(body), parse_tier(body), parse_ttl(body)
+        expires_s = None if ttl_s is None else time.monotonic() + ttl_s
+        order = {"selector": selector.as_json(), "tier": tier, "expires_s": expires_s}
+        ranks = await call(PIN_ACTION, order)
+        refusals = list(dict.fromkeys(rank["refused"] for rank in ranks if "refused" in rank))
+        if refusals and any(rank["places"] for rank in ranks):
+            await call(UNPIN_ACTION, selector.as_json())
+        if refusals:
+            raise RefusedError("; ".join(refusals))
+        if not any(rank["places"] for rank in ranks):
+            raise UnknownDocumentError(f"{selector.description} isn't cached")
+        if expires_s is not None:
+            expiries.plan(expires_s)
+        log_action("pin", request, **selector.as_json(), tier=tier, ttl_s=ttl_s, ranks=ranks)
+        return merged(ranks)
+
+    async def unpin(request: Request) -> Any:
+        selector = parse_selector(
+            parse_object(await request.body(), ("id", "version", "namespace"))
+        )
+        ranks = await call(UNPIN_ACTION, selector.as_json())
+        if not any(ranks):
+            raise UnknownDocumentError(f"{selector.description} isn't pinned")
+        log_action("unpin", request, **selector.as_json(), pins=ranks)
+        return merged([{"pins": rank} for rank in ranks])
+
+    async def pins(_request: Request) -> Any:
+        ranks = await call(PINS_ACTION, None)
+        for each in (each for rank in ranks for each in rank["pins"]):
+            expires_s = each.pop("expires_s")
+            left_s = None if expires_s is None else max(expires_s - time.monotonic(), 0.0)
+            each["expires_in_s"] = left_s
+        return merged(ranks)
+
+    expiries = Expiries(call)
     for path, handler, method in (
         (DOCUMENTS_PATH, documents, "GET"),
         (TREE_PATH, tree, "GET"),
         (INVALIDATE_PATH, invalidate, "POST"),
+        (PIN_PATH, pin, "POST"),
+        (UNPIN_PATH, unpin, "POST"),
+        (PINS_PATH, pins, "GET"),
     ):
         app.add_api_route(path, _answering(handler), methods=[method])
+
+
+class Expiries:
+    """Tells the schedulers when pins end: this process's clock decides for all ranks."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def plan(self, expires_s: float) -> None:
+        """Let pins end at `expires_s` on the monotonic clock."""
+        task = asyncio.create_task(self._expire(expires_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _expire(self, expires_s: float) -> None:
+        await asyncio.sleep(expires_s - time.monotonic())
+        ranks = await self._call(EXPIRE_ACTION, max(expires_s, time.monotonic()))
+        logger.info("Control: %s", json.dumps({"action": "expire pins", "pins": ranks}))
 
 
 def _answering(handler: _Handler) -> Callable[..., Awaitable[Response]]:
@@ -73,6 +153,8 @@ def _answering(handler: _Handler) -> Callable[..., Awaitable[Response]]:
             return _json(await handler(request))
         except UnknownDocumentError as error:
             return _json({"error": {"message": str(error)}}, 404)
+        except RefusedError as error:
+            return _json({"error": {"message": str(error)}}, 409)
         except ControlError as error:
             return _json({"error": {"message": str(error)}}, 400)
         except RpcError as error:

@@ -106,6 +106,26 @@ def test_invalidate_says_which_documents(server, capsys, options, body):
     assert "1,234 more tokens once what uses them ends; 1 requests in progress" in out
 
 
+def test_pins_are_given_and_listed(server, capsys):
+    server.answers["/rag/pin"] = 200, {"places": 3}
+    server.answers["/rag/unpin"] = 200, {"pins": 1}
+    tier = {"budget_tokens": 100, "pinned_tokens": 50, "places": 1}
+    pin = {"id": "a\x07", "tier": "host", "expires_in_s": 61.0}
+    server.answers["/rag/pins"] = 200, {"pins": [pin], "tiers": {"host": tier}}
+    url = ["--url", server.url]
+    assert main(["pin", "a", "--version", "3", "--tier", "host", "--ttl", "60", *url]) == 0
+    assert main(["unpin", "a", *url]) == 0
+    assert [body for _, body, _ in server.calls] == [
+        {"id": "a", "version": "3", "tier": "host", "ttl_s": 60.0},
+        {"id": "a"},
+    ]
+    assert main(["pins", *url]) == 0
+    pinned, unpinned, tiers, _, row = capsys.readouterr().out.splitlines()
+    assert (pinned, unpinned) == ("pinned at 3 places", "1 pins given up")
+    assert "50 of 100 tokens that may be pinned, 1 places" in tiers
+    assert row.split() == [r"a\x07", "host", "61", "s"]
+
+
 def test_a_refusal_is_told_with_its_reason(server, capsys):
     server.answers["/rag/invalidate"] = 404, {"error": {"message": "the document 'x' isn't\x07"}}
     assert main(["invalidate", "x", "--url", server.url]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -80,6 +81,71 @@ def test_an_action_is_logged_on_one_line_in_which_ids_are_escaped(caplog):
 
 
 @pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"{}", "exactly one of"),
+        (b'{"prefix": "a"}', "'prefix' is unknown"),
+        (b'{"id": "a", "tier": "disk"}', '"tier" must be "device" or "host", not \'disk\''),
+        (b'{"id": "a", "ttl_s": 0}', '"ttl_s" must be a number of seconds above 0, not 0'),
+        (b'{"id": "a", "ttl_s": true}', '"ttl_s" must be'),
+        (b'{"id": "a", "ttl_s": 1e300}', '"ttl_s" must be'),
+        (b'{"id": "a", "ttl_s": "1"}', '"ttl_s" must be'),
+    ],
+)
+def test_a_malformed_pin_says_what_is_wrong_and_does_nothing(body, problem):
+    server = client({"places": 1})
+    reply = server.post("/rag/pin", content=body)
+    assert reply.status_code == 400
+    assert problem in reply.json()["error"]["message"]
+    assert server.calls == []
+
+
+def test_a_pin_that_one_rank_refuses_is_taken_back_on_the_others():
+    server = client({"places": 2}, {"places": 0, "refused": "no room"})
+    reply = server.post("/rag/pin", json={"id": "a"})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (409, "no room")
+    assert [action for action, _ in server.calls] == ["pin", "unpin"]
+    alone = client({"places": 0, "refused": "no room"})
+    assert alone.post("/rag/pin", json={"id": "a"}).status_code == 409
+    assert [action for action, _ in alone.calls] == ["pin"]
+
+
+def test_what_isnt_cached_or_pinned_is_not_found():
+    reply = client({"places": 0}).post("/rag/pin", json={"id": "a"})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (
+        404,
+        "the document 'a' isn't cached",
+    )
+    reply = client(0).post("/rag/unpin", json={"id": "a"})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (
+        404,
+        "the document 'a' isn't pinned",
+    )
+    assert client(2).post("/rag/unpin", json={"id": "a"}).json() == {"pins": 2}
+
+
+def test_the_schedulers_are_told_when_a_pin_ends():
+    with client({"places": 1}) as server:
+        server.post("/rag/pin", json={"id": "a", "ttl_s": 0.05})
+        (_, order), *_ = server.calls
+        while len(server.calls) == 1:
+            server.get("/rag/documents?sort=nothing")  # lets the server's loop run
+        action, now_s = server.calls[1]
+        assert action == "expire_pins"
+        assert now_s >= order["expires_s"]
+
+
+def test_pins_are_listed_with_the_time_they_have_left():
+    now_s = time.monotonic()
+    pins = [{"id": "a", "expires_s": now_s + 60}, {"id": "b", "expires_s": None}]
+    pins.append({"id": "c", "expires_s": now_s - 1})
+    answer = client({"pins": pins, "tiers": {}}).get("/rag/pins").json()
+    left = {pin["id"]: pin["expires_in_s"] for pin in answer["pins"]}
+    assert 0 < left["a"] <= 60
+    assert (left["b"], left["c"]) == (None, 0.0)
+
+
+@pytest.mark.parametrize(
     ("path", "problem"),
     [
         ("/rag/documents?sort=size", "sort='size' must be one of"),
@@ -111,7 +177,11 @@ def test_data_parallel_ranks_answer_side_by_side():
 @pytest.mark.filterwarnings("ignore:ORJSONResponse")
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/rag/documents"), ("GET", "/rag/tree"), ("POST", "/rag/invalidate")],
+    [
+        ("GET", "/rag/documents"),
+        ("GET", "/rag/tree"),
+        ("POST", "/rag/invalidate"),
+    ],
 )
 def test_operators_need_the_admin_key_where_there_is_one(method, path):
     def status(server, key):

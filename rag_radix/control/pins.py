@@ -1,0 +1,288 @@
+"""Pinned documents: they and their whole prefix stay in a tier, within its budget.
+
+A pin is an order by name. It holds the places where the document stands when it is given, and as
+far as the budget reaches those where it comes to stand later, after a flush too.
+
+On the device a place is held by a lock on its path, as a running request holds it, so SGLang never
+counts on these slots. On host the path is copied ahead, and a host lock on each of its nodes keeps
+the copies; its device slots come and go.
+
+What time it is, ranks are told: a pin comes with the moment at which it ends, and ends when a call
+says that this moment has come. Both are read from one clock, that of the HTTP process, and every
+rank gets the calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from rag_radix.control.retirement import subtree
+from rag_radix.control.selector import Selector
+from rag_radix.errors import ControlError
+from rag_radix.statistics import DocumentKey
+
+if TYPE_CHECKING:
+    from rag_radix.knowledge_tree import KnowledgeTree
+    from rag_radix.tree_core import DocumentNode
+
+PinTier = Literal["device", "host"]
+
+
+MAX_TTL_S = 10 * 365 * 86_400.0
+
+
+def parse_tier(body: Mapping[str, Any]) -> PinTier:
+    """The tier of a call's body.
+
+    Raises:
+        ControlError: It is none.
+    """
+    tier = body.get("tier", "device")
+    if tier not in ("device", "host"):
+        raise ControlError(f'"tier" must be "device" or "host", not {tier!r:.40}')
+    return cast(PinTier, tier)
+
+
+def parse_ttl(body: Mapping[str, Any]) -> float | None:
+    """The time to live of a call's body.
+
+    Raises:
+        ControlError: It is none.
+    """
+    ttl_s = body.get("ttl_s")
+    if ttl_s is None:
+        return None
+    if type(ttl_s) not in (int, float) or not 0 < ttl_s <= MAX_TTL_S:
+        raise ControlError(f'"ttl_s" must be a number of seconds above 0, not {ttl_s!r:.40}')
+    return float(ttl_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One order to keep documents.
+
+    Attributes:
+        selector: Which; by id.
+        tier: Where.
+        expires_s: When it ends on the caller's clock; None is never.
+    """
+
+    selector: Selector
+    tier: PinTier
+    expires_s: float | None = None
+
+
+class PinnedTier:
+    """The places that are held in one tier.
+
+    Attributes:
+        skipped_places: Times that the budget didn't reach for a place that a pin means.
+    """
+
+    def __init__(self, tree: KnowledgeTree, name: PinTier) -> None:
+        self._tree = tree
+        self._name = name
+        # SGLang's locks, by the node where a pinned document ends: of which node, and its receipt.
+        self._held: dict[int, list[tuple[int, Any]]] = {}
+        self.skipped_places = 0
+
+    @property
+    def budget_tokens(self) -> int:
+        """How much may be pinned here."""
+        settings, allocator = self._tree.settings, self._tree.token_to_kv_pool_allocator
+        if self._name == "device":
+            # A prompt that finds no room even when nothing else runs would wait for ever.
+            spare = int(allocator.size) - self._tree.control.longest_request_tokens
+            return max(min(int(settings.pin_device_share * allocator.size), spare), 0)
+        controller = self._tree.cache_controller
+        if controller is None:
+            return 0
+        return int(settings.pin_host_share * int(controller.mem_pool_host.logical_size))
+
+    @property
+    def tokens(self) -> int:
+        """How much is pinned here, prefixes included."""
+        return self._tokens(self._held)
+
+    @property
+    def places(self) -> int:
+        return len(self._held)
+
+    def missing(self, ends: Iterable[DocumentNode]) -> int:
+        """By how many tokens the budget falls short for paths that end there as well."""
+        together = [*self._held, *(node.id for node in ends)]
+        return max(self._tokens(together) - self.budget_tokens, 0)
+
+    def holds(self, end: DocumentNode) -> bool:
+        return end.id in self._held
+
+    def hold(self, end: DocumentNode) -> None:
+        """Keep the path down to `end`; no-op when it is kept."""
+        if end.id in self._held:
+            return
+        tree = self._tree
+        if self._name == "device":
+            self._held[end.id] = [(end.id, tree.inc_lock_ref(end.id).to_dec_params())]
+        else:
+            path = tree.tree_core.path_to(end.id)
+            self._held[end.id] = [
+                (node.id, tree.inc_host_lock_ref(node.id).to_dec_params()) for node in path
+            ]
+            tree.swap_out.copy_ahead(path)
+
+    def release(self, node_ids: Sequence[int]) -> None:
+        """Keep the paths that end there no longer, where they are kept."""
+        for node_id in node_ids:
+            for locked, receipt in reversed(self._held.pop(node_id, ())):
+                if self._name == "device":
+                    self._tree.dec_lock_ref(locked, receipt)
+                else:
+                    self._tree.dec_host_lock_ref(locked, receipt)
+
+    def held(self) -> list[DocumentNode]:
+        """The nodes at which what is kept ends."""
+        return [self._tree.tree_core.node_by_id(node_id) for node_id in self._held]
+
+    def forget(self) -> None:
+        """The nodes are gone, and their locks with them."""
+        self._held.clear()
+
+    def _tokens(self, ends: Iterable[int]) -> int:
+        core = self._tree.tree_core
+        nodes = {node.id: node for end in ends for node in core.path_to(end)}
+        return sum(len(node.key) for node in nodes.values())
+
+
+class Pins:
+    """The pins of one tree."""
+
+    def __init__(self, tree: KnowledgeTree) -> None:
+        self._tree = tree
+        self._pins: dict[Selector, Pin] = {}
+        self._tiers: dict[PinTier, PinnedTier] = {
+            "device": PinnedTier(tree, "device"),
+            "host": PinnedTier(tree, "host"),
+        }
+
+    def pin(self, pin: Pin) -> int:
+        """Keep what `pin` means, in place of an earlier pin of the same documents.
+
+        Returns: The places that are held for it now.
+
+        Raises:
+            ControlError: There is no such tier, or its budget doesn't reach; nothing has changed.
+        """
+        tier = self._tiers[pin.tier]
+        if pin.tier == "host" and self._tree.cache_controller is None:
+            raise ControlError("there is no host tier: --enable-hierarchical-cache adds one")
+        ends = self._ends(pin.selector)
+        if missing := tier.missing(ends):
+            share = f"pin_{pin.tier}_share={getattr(self._tree.settings, f'pin_{pin.tier}_share')}"
+            raise ControlError(
+                f"the {pin.tier} tier's budget for pins is {tier.budget_tokens:,} tokens, "
+                f"{tier.tokens:,} are pinned, and {pin.selector.description} with its prefixes "
+                f"needs {missing:,} more than that leaves: unpin others, or raise {share} in "
+                "--radix-eviction-policy-config"
+                + (
+                    " (of the device tier one request of the greatest length, --context-length, "
+                    "always stays free)"
+                    if pin.tier == "device"
+                    else ""
+                )
+            )
+        if not ends:
+            return 0
+        self._pins[pin.selector] = pin
+        for end in ends:
+            tier.hold(end)
+        self._release_unpinned()
+        return len(ends)
+
+    def unpin(self, selector: Selector) -> int:
+        """Give up the pins that mean documents of this id, or of this id and version.
+
+        Returns: How many there were.
+        """
+        given_up = [
+            pinned
+            for pinned in self._pins
+            if pinned.id == selector.id
+            and selector.version in (None, pinned.version)
+            and selector.namespace in (None, pinned.namespace)
+        ]
+        self._give_up(given_up)
+        return len(given_up)
+
+    def expire(self, now_s: float) -> int:
+        """Give up the pins that end by `now_s`; returns how many."""
+        expired = [
+            selector
+            for selector, pin in self._pins.items()
+            if pin.expires_s is not None and pin.expires_s <= now_s
+        ]
+        self._give_up(expired)
+        return len(expired)
+
+    def named(self, end: DocumentNode, document: DocumentKey) -> None:
+        """`document` stands at `end`, which a request holds."""
+        for pin in self._pins.values():
+            tier = self._tiers[pin.tier]
+            if not pin.selector.matches(document) or tier.holds(end):
+                continue
+            if tier.missing([end]):
+                tier.skipped_places += 1
+            else:
+                tier.hold(end)
+
+    def is_pinned(self, document: DocumentKey) -> bool:
+        return any(selector.matches(document) for selector in self._pins)
+
+    def retired(self, tops: Iterable[DocumentNode]) -> None:
+        """Nothing finds what is at and below `tops` any more, so it isn't kept."""
+        gone = [node.id for top in tops for node in subtree(top)] if self._pins else []
+        for tier in self._tiers.values():
+            tier.release(gone)
+
+    def reset(self) -> None:
+        """All nodes are gone; the pins stay."""
+        for tier in self._tiers.values():
+            tier.forget()
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The pins, as plain JSON values."""
+        return [
+            {**pin.selector.as_json(), "tier": pin.tier, "expires_s": pin.expires_s}
+            for pin in self._pins.values()
+        ]
+
+    def report(self) -> dict[str, Any]:
+        return {
+            name: {
+                "budget_tokens": tier.budget_tokens,
+                "pinned_tokens": tier.tokens,
+                "places": tier.places,
+                "skipped_places": tier.skipped_places,
+            }
+            for name, tier in self._tiers.items()
+        }
+
+    def _ends(self, selector: Selector) -> list[DocumentNode]:
+        return [node for node in self._tree.control.reachable() if _names(node, [selector])]
+
+    def _give_up(self, selectors: Sequence[Selector]) -> None:
+        for selector in selectors:
+            del self._pins[selector]
+        self._release_unpinned()
+
+    def _release_unpinned(self) -> None:
+        for name, tier in self._tiers.items():
+            pinned = [pin.selector for pin in self._pins.values() if pin.tier == name]
+            tier.release([node.id for node in tier.held() if not _names(node, pinned)])
+
+
+def _names(node: DocumentNode, selectors: Iterable[Selector]) -> bool:
+    """Whether one of `selectors` means a document that ends at `node`."""
+    documents = [occurrence.document for occurrence in node.occurrences]
+    return any(selector.matches(document) for selector in selectors for document in documents)
