@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from rag_radix_frontend.pipeline import Speculator
 from rag_radix_frontend.promotion import Promoter
 from rag_radix_frontend.retrieval_report import RetrievalReport
 from rag_radix_frontend.run_ahead import Call, Method
+from rag_radix_frontend.sglang_lang import own_params
 from rag_radix_frontend.speculation import Speculation
 from rag_radix_frontend.wire import ENDED, REFUSED, placed_annotation
 
@@ -198,7 +198,7 @@ class RagEndpoint(RuntimeEndpoint):
             asked: object = call.arguments
         else:
             # Making a payload changes the parameters.
-            data = self._payload(call.state, copy.deepcopy(call.arguments[0]))
+            data = self._payload(call.state, own_params(call.arguments[0]))
             asked = None
         self._add_images(call.state, data)
         _annotate(data, self._strict, speculative=False)

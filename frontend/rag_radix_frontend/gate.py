@@ -16,6 +16,10 @@ MAX_SPECULATIONS = 64
 _SHORTEST_INTERVAL_S = 0.05
 _LONGEST_INTERVAL_S = 0.4
 
+# Unauthorized, forbidden, not found, method not allowed. All others may pass.
+_NEVER = (401, 403, 404, 405)
+_UNANSWERED = "the server can't be asked whether it takes speculations: %s"
+
 
 class Candidate(Protocol):
     """A speculation that waits to be sent."""
@@ -36,8 +40,8 @@ class Gate:
     def __init__(self, ask: Callable[[], int], limit: int = MAX_SPECULATIONS) -> None:
         """`ask` has the server say how many more speculations it would take now.
 
-        It may raise anything; a `RequestError` with a status from 400 to 499 means that the
-        server knows no speculations.
+        It may raise anything; a `RequestError` whose status says that there is no such route, or
+        none for this client, means that the server takes no speculations.
         """
         self._ask = ask
         self._limit = limit
@@ -125,9 +129,11 @@ class Gate:
         try:
             return self._ask()
         except RequestError as error:
-            if error.status is not None and 400 <= error.status < 500:
+            if error.status in _NEVER:
                 _LOG.info("the server takes no speculations: %s", error)
                 self._useless = True
+            else:
+                _LOG.warning(_UNANSWERED, error)
         except Exception as error:
-            _LOG.warning("the server can't be asked whether it takes speculations: %s", error)
+            _LOG.warning(_UNANSWERED, error)
         return 0

@@ -51,8 +51,10 @@ class InFlight:
 
     def __init__(self, abort: Callable[[str], None]) -> None:
         self._abort = abort
-        # Its lock is reentrant: garbage collection may end a program at any point.
-        self._changed = threading.Condition()
+        # Reentrant: garbage collection may end a program at any point.
+        lock = threading.RLock()
+        self._ended = threading.Condition(lock)
+        self._more_unwanted = threading.Condition(lock)
         self._of: weakref.WeakKeyDictionary[Any, _Requests] = weakref.WeakKeyDictionary()
         self._unwanted: list[_Requests] = []
         self._aborting = False
@@ -65,7 +67,7 @@ class InFlight:
             RequestAborted: the state is cancelled.
         """
         rids = [uuid.uuid4().hex for _ in range(count)]
-        with self._changed:
+        with self._ended:
             requests = self._of.setdefault(state, _Requests())
             if requests.cancelled:
                 raise RequestAborted("the program was cancelled")
@@ -76,9 +78,9 @@ class InFlight:
         try:
             yield ticket
         finally:
-            with self._changed:
+            with self._ended:
                 requests.rids.difference_update(rids)
-                self._changed.notify_all()
+                self._ended.notify_all()
 
     def speculate(self, state: Any, copy: Any) -> None:
         """From now on the requests of `copy` are speculations of `state`, cancelled with it.
@@ -86,7 +88,7 @@ class InFlight:
         Raises:
             RequestAborted: the state is cancelled.
         """
-        with self._changed:
+        with self._ended:
             requests = self._of.setdefault(state, _Requests())
             if requests.cancelled:
                 raise RequestAborted("the program was cancelled")
@@ -95,21 +97,21 @@ class InFlight:
 
     def make_ordinary(self, copy: Any) -> list[str]:
         """Let all further requests of a speculation be ordinary ones; the ids of those before."""
-        with self._changed:
+        with self._ended:
             self._of[copy].speculative = False
             return list(self._of[copy].guesses)
 
     def cancel(self, state: Any) -> None:
         """End a state's requests and those of its speculations; returns when they are gone."""
-        with self._changed:
+        with self._ended:
             requests = self._of.setdefault(state, _Requests())
             family = [requests, *requests.ahead]
             self._end(family)
-            self._changed.wait_for(lambda: not any(one.rids for one in family))
+            self._ended.wait_for(lambda: not any(one.rids for one in family))
 
     def discard(self, state: Any) -> None:
         """End a state's requests, without waiting for it."""
-        with self._changed:
+        with self._ended:
             if state in self._of:
                 self._end([self._of[state]])
 
@@ -119,7 +121,7 @@ class InFlight:
         self._unwanted += [requests for requests in unwanted if requests.rids]
         if not self._unwanted:
             return
-        self._changed.notify_all()
+        self._more_unwanted.notify()
         if not self._aborting:
             self._aborting = True
             WORKERS.start(self._abort_unwanted)
@@ -127,7 +129,7 @@ class InFlight:
     def _abort_unwanted(self) -> None:
         asked_s: dict[str, float] = {}
         while True:
-            with self._changed:
+            with self._ended:
                 self._unwanted = [requests for requests in self._unwanted if requests.rids]
                 if not self._unwanted:
                     self._aborting = False
@@ -141,7 +143,7 @@ class InFlight:
                     if now - asked_s.get(rid, -_RETRY_S) >= _RETRY_S
                 ]
                 if not due:
-                    self._changed.wait(_RETRY_S)
+                    self._more_unwanted.wait(_RETRY_S)
             for rid in due:
                 asked_s[rid] = now
                 # A server that can't be asked is tried again until the requests have ended.

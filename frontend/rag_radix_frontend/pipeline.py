@@ -51,17 +51,17 @@ class Speculator:
             RequestAborted: the program is cancelled.
         """
         self._in_flight.speculate(executor, call.state)
-        speculation = Speculation(
+        identity = self._identity(call)
+        log.add(RetrievalReport(started=1))
+        return Speculation(
             call,
-            self._identity(call),
+            identity,
             in_flight=self._in_flight,
             promoter=self._promoter,
             gate=self.gate,
             log=log,
             over=over,
         )
-        log.add(RetrievalReport(started=1))
-        return speculation
 
 
 class Pipeline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import add, attrgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class RetrievalReport:
     wasted_tokens: int = 0
 
     def __add__(self, other: RetrievalReport) -> RetrievalReport:
-        return RetrievalReport(*(getattr(self, n) + getattr(other, n) for n in _NAMES))
+        return RetrievalReport(*map(add, _values(self), _values(other)))
 
 
-_NAMES = tuple(field.name for field in fields(RetrievalReport))
+_values = attrgetter(*(field.name for field in fields(RetrievalReport)))
 
 
 class RetrievalLog:

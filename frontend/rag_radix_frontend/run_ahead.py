@@ -6,7 +6,6 @@ that its text is, character for character, the one that the state itself will ha
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -24,7 +23,7 @@ from sglang.lang.ir import (
     SglVarScopeEnd,
 )
 
-from rag_radix_frontend.sglang_lang import RagStreamExecutor, StockStreamExecutor
+from rag_radix_frontend.sglang_lang import RagStreamExecutor, StockStreamExecutor, own_params
 
 Method = Literal["generate", "generate_stream", "select"]
 
@@ -77,8 +76,7 @@ def next_call(executor: RagStreamExecutor, name: str, text: str) -> Call | None:
 
 
 def _generate(state: StockStreamExecutor, expr: SglGen, stream: bool) -> Call | None:
-    # SGLang extends the stop strings of an expression in place.
-    params = state._resolve_sampling_params(copy.deepcopy(expr.sampling_params))
+    params = state._resolve_sampling_params(own_params(expr.sampling_params))
     # Several samples are several requests at the server, which can't be aborted.
     if params.n != 1:
         return None

@@ -50,6 +50,14 @@ class ComputedText(SglSelect, ABC):
         """The text; called on the state's thread."""
 
 
+def own_params(sampling_params: Any) -> Any:
+    """Sampling parameters whose stop strings SGLang may extend in place, as it does."""
+    own = copy.copy(sampling_params)
+    if isinstance(own.stop, list):
+        own.stop = list(own.stop)
+    return own
+
+
 class RagStreamExecutor(StreamExecutor):
     """A stream executor that computes texts and hands its failure to the program.
 
@@ -182,8 +190,7 @@ class RagStreamExecutor(StreamExecutor):
             raise RetrievalError(f"{expr!r} ended with {error!r}") from error
 
     def _resolve_sampling_params(self, sampling_params: Any) -> Any:
-        # SGLang extends the expression's own stop strings, so that they grow each time.
-        return super()._resolve_sampling_params(copy.deepcopy(sampling_params))
+        return super()._resolve_sampling_params(own_params(sampling_params))
 
     def _drop_kept(self) -> None:
         if self.kept is not None:

@@ -152,7 +152,8 @@ class Speculation:
             self._count_waste()
 
     def _count_waste(self) -> None:
-        self._log.add(RetrievalReport(wasted_tokens=computed_tokens(self._meta_info())))
+        if wasted_tokens := computed_tokens(self._meta_info()):
+            self._log.add(RetrievalReport(wasted_tokens=wasted_tokens))
 
     def _meta_info(self) -> Any:
         if isinstance(self._error, RequestAborted):

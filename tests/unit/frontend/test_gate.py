@@ -120,12 +120,13 @@ def test_nothing_is_asked_once_nobody_waits() -> None:
     assert len(asked) == count
 
 
-def test_a_server_without_the_route_is_asked_once() -> None:
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_server_without_the_route_is_asked_once(status: int) -> None:
     asked: list[int] = []
 
     def ask() -> int:
         asked.append(1)
-        raise RequestError("no route", 404)
+        raise RequestError("no route", status)
 
     gate = Gate(ask)
     some, through = candidates(3)
@@ -136,7 +137,9 @@ def test_a_server_without_the_route_is_asked_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ConnectionRefusedError(), KeyError("accepts"), RequestError("", 503)]
+    "error",
+    [ConnectionRefusedError(), KeyError("accepts")]
+    + [RequestError("", status) for status in (None, 408, 429, 500, 503)],
 )
 def test_a_server_that_cannot_be_asked_is_asked_again(error: Exception) -> None:
     replies: Iterator[int | Exception] = iter([error, error, 2])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 
@@ -66,3 +68,29 @@ def test_a_server_that_fails_promotes_nothing() -> None:
     promoter = Promoter(promote)
     one, other = ask(promoter, "a"), ask(promoter, "b")
     eventually(lambda: (one, other) == ([False], [False]))
+
+
+def test_a_server_that_does_not_answer_does_not_keep_the_process_from_ending() -> None:
+    program = """
+import threading
+from rag_radix_frontend.promotion import Promoter
+asked = threading.Event()
+Promoter(lambda rids: asked.set() or threading.Event().wait()).ask(
+    ["a"], is_over=lambda: False, reply=print
+)
+asked.wait()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=WAIT_S)
+
+
+def test_a_promotion_is_made_although_the_process_ends() -> None:
+    program = """
+import time
+from rag_radix_frontend.promotion import Promoter
+Promoter(lambda rids: time.sleep(0.1) or {"a": "running"}).ask(
+    ["a"], is_over=lambda: False, reply=print
+)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, timeout=WAIT_S, capture_output=True, text=True)
+    assert done.stdout == "True\n"
