@@ -21,6 +21,7 @@ class RequestCounters:
         dropped_tail_tokens: Their tokens.
         refused_nodes: Nodes that the policy did not find worth a copy to host.
         refused_tokens: Their tokens.
+        saved_prefill_s: Prefill that the hits have saved, by the cost table.
     """
 
     requests: int = 0
@@ -34,6 +35,7 @@ class RequestCounters:
     dropped_tail_tokens: int = 0
     refused_nodes: int = 0
     refused_tokens: int = 0
+    saved_prefill_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -253,6 +253,9 @@ class KnowledgeTree(UnifiedRadixCache):
             self.counters.prompt_tokens += retrieval.prompt_tokens
             self.counters.device_hit_tokens += retrieval.hits.device
             self.counters.host_hit_tokens += retrieval.hits.host
+            if hit:
+                whole = self.settings.prefill_cost(0, retrieval.prompt_tokens)
+                self.counters.saved_prefill_s += max(whole - cost, 0.0)
         spans = retrieval.kept_documents
         for node, end in path:
             start = end - len(node.key)

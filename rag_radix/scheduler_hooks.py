@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rag_radix import document_order, yielding
-from rag_radix.control import actions
+from rag_radix.control import actions, metrics
 from rag_radix.door import is_applied
 from rag_radix.errors import IncompatibleSGLangError
 from rag_radix.names import ORDER_ACTION, POOL_ACTION, PROMOTE_ACTION, STATE_KEY
@@ -57,6 +57,7 @@ def _after_init(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
     # SGLang makes a new list whenever requests leave the queue.
     scheduler.tree_cache.control.longest_request_tokens = scheduler.max_req_len
     scheduler.tree_cache.waiting = lambda: scheduler.waiting_queue
+    metrics.install(scheduler)
 
 
 def _after_schedule_policy(_result: Any, scheduler: Any) -> None:
@@ -100,6 +101,7 @@ def _before_chunked_abort(scheduler: Any) -> None:
 def _after_batch(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     if has_tree(scheduler):
         yielding.after_new_batch_prefill(result, scheduler)
+        scheduler.tree_cache.control.pass_begins()
         if result.batch_to_run is not None:
             scheduler.tree_cache.control.started(result.batch_to_run.reqs)
 
@@ -180,6 +182,7 @@ ATTRIBUTES = (
     "grammar_manager",
     "max_queued_requests",
     "max_req_len",
+    "metrics_reporter",
     "min_free_slots_delayer",
     "tree_cache",
     "waiting_queue",

@@ -56,7 +56,7 @@ def _expire(scheduler: Any, now_s: float) -> int:
 
 def _pins(scheduler: Any, _body: None) -> dict[str, Any]:
     control = _control(scheduler)
-    return {"pins": control.pins(), "tiers": control.report()["pins"]}
+    return {"pins": control.pins(), "tiers": control.pinned()}
 
 
 ACTIONS: dict[str, Callable[[Any, Any], Any]] = {

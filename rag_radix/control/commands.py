@@ -1,4 +1,4 @@
-"""`rag-radix stats`, `documents` and `invalidate`: a running server, seen and controlled."""
+"""The commands that see and control a running server: `rag-radix stats`, `documents`, `top` …"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import orjson
 from rag_radix.control.client import Client
 from rag_radix.control.documents import DEFAULT_LIMIT, SORTS
 from rag_radix.control.tables import bar, printable, table
+from rag_radix.control.top import watch
 from rag_radix.errors import RagRadixError
 
 DEFAULT_URL = "http://localhost:30000"
@@ -55,6 +56,9 @@ def add_control_commands(commands: Any) -> None:
     pin.add_argument("--tier", choices=("device", "host"), default="device", help="by %(default)s")
     pin.add_argument("--ttl", type=float, metavar="S", help="for so many seconds (for good)")
     _add(commands, "pins", "list what is pinned", _pins, show_pins)
+    top = _command(commands, "top", "watch a server: its tiers, rates and documents", watch)
+    top.add_argument("--interval", type=_positive, default=2.0, metavar="S", help="by %(default)s")
+    top.add_argument("--times", type=int, default=0, metavar="N", help="look so often (for good)")
 
 
 def _add_namespace(parser: argparse.ArgumentParser) -> None:
@@ -67,19 +71,8 @@ def _add_namespace(parser: argparse.ArgumentParser) -> None:
 def _add(
     commands: Any, name: str, what: str, command: _Command, show: _Show
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=what)
-    parser.add_argument("--url", default=DEFAULT_URL, help="default: %(default)s")
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="of the server: its admin key, where it has one"
-    )
-    parser.add_argument("--json", action="store_true", help="the server's answer as it is")
-
-    def run(options: argparse.Namespace) -> int:
-        try:
-            answer = command(Client(options.url, options.api_key), options)
-        except RagRadixError as error:
-            print(f"rag-radix: {printable(str(error))}", file=sys.stderr)
-            return 2
+    def ask(client: Client, options: argparse.Namespace) -> int:
+        answer = command(client, options)
         if options.json:
             print(orjson.dumps(answer).decode())
             return 0
@@ -90,8 +83,38 @@ def _add(
             print(show(rank))
         return 0
 
+    parser = _command(commands, name, what, ask)
+    parser.add_argument("--json", action="store_true", help="the server's answer as it is")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, what: str, act: Callable[[Client, argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=what)
+    parser.add_argument("--url", default=DEFAULT_URL, help="default: %(default)s")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="of the server: its admin key, where it has one"
+    )
+
+    def run(options: argparse.Namespace) -> int:
+        try:
+            return act(Client(options.url, options.api_key), options)
+        except RagRadixError as error:
+            print(f"rag-radix: {printable(str(error))}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+
     parser.set_defaults(run=run)
     return parser
+
+
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 86_400:
+        raise argparse.ArgumentTypeError(f"{text} isn't a number of seconds above 0")
+    return seconds
 
 
 def _stats(client: Client, _options: argparse.Namespace) -> Any:

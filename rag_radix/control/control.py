@@ -7,13 +7,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rag_radix.control.pins import Pin, Pins
-from rag_radix.control.retirement import Removed, Retirement
+from rag_radix.control.retirement import Removed, Retirement, RetirementCounters
 from rag_radix.control.selector import Selector
 from rag_radix.control.versions import Versions
 from rag_radix.sglang_compat import rank_consensus
 from rag_radix.statistics import DocumentKey
 
 if TYPE_CHECKING:
+    from rag_radix.control.metrics import TreeMetrics
     from rag_radix.knowledge_tree import KnowledgeTree
     from rag_radix.tree_core import DocumentNode
 
@@ -27,6 +28,7 @@ class Control:
 
     Attributes:
         longest_request_tokens: What one request may need of the device.
+        metrics: Series in Prometheus, if this rank has them.
     """
 
     def __init__(self, tree: KnowledgeTree) -> None:
@@ -35,6 +37,7 @@ class Control:
         self._versions = Versions()
         self._pins = Pins(tree)
         self.longest_request_tokens = 0
+        self.metrics: TreeMetrics | None = None
 
     # Calls
 
@@ -76,6 +79,15 @@ class Control:
         """All pins, as plain JSON values."""
         return self._pins.listed()
 
+    @property
+    def invalidated(self) -> RetirementCounters:
+        """What invalidations have done."""
+        return self._retirement.counters
+
+    def pinned(self) -> dict[str, dict[str, int]]:
+        """By tier, what pins take of their budget."""
+        return self._pins.report()
+
     def report(self) -> dict[str, Any]:
         return {
             "retired_nodes": self._retirement.retired_nodes(),
@@ -102,6 +114,11 @@ class Control:
                 )
             elif self._versions.is_older(document):
                 req.skip_radix_cache_insert = True
+
+    def pass_begins(self) -> None:
+        """The scheduler looks for what to run next."""
+        if self.metrics is not None:
+            self.metrics.update()
 
     def started(self, reqs: Iterable[Any]) -> None:
         """A pass begins in which `reqs` prefill."""

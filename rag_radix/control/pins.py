@@ -257,7 +257,7 @@ class Pins:
             for pin in self._pins.values()
         ]
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, dict[str, int]]:
         return {
             name: {
                 "budget_tokens": tier.budget_tokens,

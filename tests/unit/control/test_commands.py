@@ -169,6 +169,55 @@ def test_stats_are_bars_and_rates(server, capsys):
     assert "50.0% of 1,000 prompt tokens on the device, 10.0% on host, in 4 requests" in out
 
 
+def test_top_shows_tiers_rates_and_the_documents_at_both_ends(server, capsys):
+    def look(requests, tokens):
+        tier = {
+            "cached_tokens": 10,
+            "capacity_tokens": 20,
+            "documents": 2,
+            "evicted_tokens": tokens,
+        }
+        return {
+            "policy": "pgdsf",
+            "nodes": 3,
+            "device": tier,
+            "host": None,
+            "control": {"pins": {"device": {"pinned_tokens": 5}, "host": {"pinned_tokens": 0}}},
+            "requests": {
+                "requests": requests,
+                "prompt_tokens": tokens,
+                "device_hit_tokens": tokens // 2,
+                "host_hit_tokens": 0,
+            },
+            "swap": {"out_bytes": tokens << 20, "in_bytes": 0},
+        }
+
+    looks = iter([look(0, 0), look(4, 200)])
+    server.answers["/rag/documents"] = 200, {"total": 1, "offset": 0, "documents": [ROW]}
+
+    class Looks(dict):
+        def __getitem__(self, path):
+            return (200, next(looks)) if path == "/rag/stats" else super().__getitem__(path)
+
+    server.answers = Looks(server.answers)
+    assert main(["top", "--url", server.url, "--interval", "0.5", "--times", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "found – on the device" in out
+    assert "8.0 requests/s, 400 prompt tokens/s, found 50% on the device, 0% on host" in out
+    assert "400 tokens/s evicted, 400.0 MiB/s to host, 0.0 MiB/s back" in out
+    assert "10 of 20 tokens, 2 documents, 5 tokens pinned" in out
+    assert out.count(r"wiki/1\x1b[31m") == 4
+    assert "\x1b" not in out
+    orders = [path for path, _, _ in server.calls if path.startswith("/rag/documents")]
+    assert ["order=desc" in path for path in orders] == [True, False] * 2
+
+
+def test_an_interval_is_a_time(capsys):
+    with pytest.raises(SystemExit):
+        main(["top", "--interval", "0"])
+    assert "isn't a number of seconds above 0" in capsys.readouterr().err
+
+
 def test_tables_keep_what_clients_wrote_in_its_place():
     assert printable("a\u202eb\n") == r"a\u202eb\n"
     assert shortened("x" * 100) == "x" * 59 + "…"
