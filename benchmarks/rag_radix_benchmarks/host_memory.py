@@ -14,6 +14,7 @@ from typing import Any
 from rag_radix.errors import ConfigError
 from rag_radix.policies import POLICIES
 from rag_radix.replay.bound import clairvoyant_bound
+from rag_radix.replay.options import sglang_muted
 from rag_radix.replay.runs import PolicyVariant, ReplayServer, replay
 from rag_radix.replay.workloads import WORKLOADS, generate
 from rag_radix_benchmarks.figures import environment, spread
@@ -73,12 +74,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(options.repeats)
     ]
     corpus_tokens = options.documents * options.document_tokens
-    return {
-        "benchmark": "host-memory",
-        "sizes": [
+    with sglang_muted():
+        sizes = [
             _at(percent, round(percent / 100 * corpus_tokens), policies, traces, options)
             for percent in percents
-        ],
+        ]
+    return {
+        "benchmark": "host-memory",
+        "sizes": sizes,
         **environment(),
         "config": {name: value for name, value in vars(options).items() if name != "run"},
     }

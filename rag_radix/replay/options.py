@@ -210,7 +210,7 @@ def check_variants(variants: Iterable[PolicyVariant], config: str | None) -> Non
 
 
 @contextmanager
-def _sglang_muted() -> Iterator[None]:
+def sglang_muted() -> Iterator[None]:
     """Without SGLang's warnings of missing hardware and small pools: nothing is served here."""
     logger = logging.getLogger("sglang")
     level = logger.level
@@ -231,7 +231,7 @@ def reporting(
     @functools.wraps(command)
     def run(options: argparse.Namespace) -> int:
         try:
-            with _sglang_muted():
+            with sglang_muted():
                 command(options)
         except RagRadixError as error:
             print(f"rag-radix: {error}", file=sys.stderr)
