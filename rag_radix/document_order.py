@@ -24,7 +24,7 @@ MAX_DOCUMENTS = 64
 _FIELDS = {"text": str, "documents": list, "extra_key": str, "cache_salt": str}
 
 
-def parse(body: bytes, tokenizer: Any) -> dict[str, Any]:
+def parse(body: bytes, tokenizer: Any, context_tokens: int) -> dict[str, Any]:
     """The scheduler's question from the body of a request.
 
     Args:
@@ -32,9 +32,10 @@ def parse(body: bytes, tokenizer: Any) -> dict[str, Any]:
             documents' texts as they are to stand in it, one right after the other, in the order
             preferred; with the request's ``extra_key`` and ``cache_salt``, if it has them.
         tokenizer: The server's.
+        context_tokens: The longest prompt that the model can hold.
 
     Raises:
-        ValueError: The body is malformed; the message names what.
+        ValueError: The body is malformed or its prompt too long; the message names what.
     """
     try:
         value = orjson.loads(body)
@@ -61,6 +62,11 @@ def parse(body: bytes, tokenizer: Any) -> dict[str, Any]:
         DocumentSpan(str(index), start, end) for index, (start, end) in enumerate(pairwise(ends))
     ]
     ids, placed = pieces.place(value["text"] + "".join(texts), spans)
+    if len(ids) > context_tokens:
+        raise ValueError(
+            f"text and documents have {len(ids)} tokens, more than the model's context of "
+            f"{context_tokens}"
+        )
     documents: list[list[int]] = [[] for _ in texts]
     for span in placed:
         documents[int(span.id)] = ids[span.start : span.end]

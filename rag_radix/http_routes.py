@@ -80,8 +80,11 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any], call: Call) -
         return _json(min(ranks, key=lambda rank: rank["waiting"]))
 
     async def rag_order(request: Request) -> Response:
+        manager = tokenizer_manager()
         try:
-            question = document_order.parse(await request.body(), tokenizer_manager().tokenizer)
+            question = document_order.parse(
+                await request.body(), manager.tokenizer, manager.context_len
+            )
         except ValueError as error:
             return _error(400, error)
         try:

@@ -116,6 +116,8 @@ class Speculations:
             if it was refused, ended, cancelled, or is one of the forgotten.
         """
         if early is not None and rid not in self.in_flight and self.is_guess(early):
+            if early.to_finish is not None:  # aborted meanwhile
+                return "unknown"
             self.start(early)
         speculation = self.in_flight.get(rid)
         if speculation is not None:

@@ -62,7 +62,7 @@ def backend(server: Server) -> Iterator[RagEndpoint]:
 
 
 def threads() -> list[threading.Thread]:
-    names = ("rag-speculation", "rag-promote", "rag-abort", "rag-gate")
+    names = ("rag-worker", "rag-gate")
     return [thread for thread in threading.enumerate() if thread.name in names]
 
 

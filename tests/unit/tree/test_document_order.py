@@ -59,7 +59,7 @@ class WordTokenizer:
 
 def test_texts_are_tokenized_apart():
     body = {"text": "you are ", "documents": ["a b\n", "c "], "cache_salt": "t"}
-    assert parse(json.dumps(body).encode(), WordTokenizer()) == {
+    assert parse(json.dumps(body).encode(), WordTokenizer(), 5) == {
         "prefix": [1000 + int(word, 36) for word in ("you", "are")],
         "documents": [[1010, 1011], [1012]],
         "extra_key": None,
@@ -80,13 +80,14 @@ def test_texts_are_tokenized_apart():
         (b'{"text": "a", "documents": [1]}', "must be strings"),
         (b'{"text": "a", "documents": ["b"], "extra_key": 3}', "extra_key must be a string"),
         (json.dumps({"text": "", "documents": ["a"] * 65}).encode(), "at most 64"),
+        (json.dumps({"text": "a " * 63, "documents": ["a ", "b"]}).encode(), "65 tokens, more"),
     ],
 )
 def test_malformed_bodies_are_named(body, said):
     with pytest.raises(ValueError, match=said):
-        parse(body, WordTokenizer())
+        parse(body, WordTokenizer(), 64)
 
 
 def test_without_a_tokenizer_there_is_no_order():
     with pytest.raises(ValueError, match="tokenizer"):
-        parse(b'{"text": "a", "documents": ["b"]}', None)
+        parse(b'{"text": "a", "documents": ["b"]}', None, 64)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from tree_harness import harness
 from unit.tree.prompts import document, prompt
 
 from rag_radix import speculation
+from rag_radix.counters import SpeculationCounters
 from rag_radix.replay.trace import read_trace
 from rag_radix.statistics import DocumentKey
 
@@ -187,3 +189,17 @@ def test_a_request_whose_grammar_is_being_compiled_is_promoted_and_never_refused
         assert h.tree.speculations.is_known(early)
         run(h, early)
         assert retrievals(h, "a") == 1
+
+
+def test_one_that_was_aborted_while_its_grammar_was_compiled_counts_nothing():
+    with harness(device_tokens=1000) as h:
+        early = h.request(*prompt("a"), speculative=True)
+        # As SGLang does it: one token is left, which runs so that the client is answered.
+        early.origin_input_ids = early.origin_input_ids[:1]
+        early.to_finish = FINISH_ABORT("Aborted by AbortReq.")
+        assert h.tree.speculations.promote(early.rid, early) == "unknown"
+        assert not h.tree.speculations.in_flight
+        run(h, early)
+        assert h.tree.speculations.promote(early.rid) == "unknown"
+        assert h.tree.speculations.counters == SpeculationCounters()
+        assert h.tree.counters.requests == retrievals(h, "a") == 0
