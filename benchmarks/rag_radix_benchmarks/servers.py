@@ -19,7 +19,8 @@ from rag_radix_benchmarks.verify import verify
 
 # A server grows while it serves.
 MEMORY_MARGIN = 1.5
-
+# SGLang refuses a host tier that would leave less than this.
+HOST_TIER_LEAVES_BYTES = 10 * 2**30
 
 ArmServer = SGLangServer | CompletionServer
 
@@ -69,7 +70,7 @@ class Servers:
             self._running[arm.name] = self._running.pop(arm.name)
             return self._running[arm.name][0]
         if arm.url is None:
-            while self._running and self._is_full():
+            while self._running and self._is_full(arm):
                 self._stop_oldest()
         with ExitStack() as stack:
             before = psutil.virtual_memory().available
@@ -91,11 +92,14 @@ class Servers:
             log=None if self._logs is None else self._logs / f"{name}.log",
         )
 
-    def _is_full(self) -> bool:
+    def _is_full(self, arm: Arm) -> bool:
         if self._limit is not None:
             return len(self._running) >= self._limit
+        wanted = MEMORY_MARGIN * self._needed_bytes
+        if arm.host_tier:
+            wanted = max(wanted, self._needed_bytes + HOST_TIER_LEAVES_BYTES)
         available: int = psutil.virtual_memory().available
-        return available < MEMORY_MARGIN * self._needed_bytes
+        return available < wanted
 
     def _stop_oldest(self) -> None:
         _, stack = self._running.pop(next(iter(self._running)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rag_radix_benchmarks import servers as module
@@ -72,6 +73,18 @@ def test_by_default_memory_is_the_limit(events, monkeypatch):
         servers.of(LRU)  # takes 40 of 100: another needs 60 with the margin
         servers.of(LPM)
         assert events == ["start stock-lru", "stop stock-lru", "start stock-lpm"]
+
+
+def test_a_host_tier_needs_what_sglang_keeps_free(events, monkeypatch):
+    gib = 2**30
+    available = iter([20 * gib, 19 * gib, 10 * gib, 10 * gib, 9 * gib])
+    monkeypatch.setattr(
+        module.psutil, "virtual_memory", lambda: SimpleNamespace(available=next(available))
+    )
+    with Servers(SETUP, limit=None, logs=None) as servers:
+        servers.of(LRU)  # takes 1 of 20: another needs 1.5, or 11 with a host tier
+        servers.of(HICACHE)
+        assert events == ["start stock-lru", "stop stock-lru", "start stock-hicache"]
 
 
 def test_a_server_that_is_not_its_arm_is_stopped(events, monkeypatch):
