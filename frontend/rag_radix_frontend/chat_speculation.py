@@ -26,9 +26,12 @@ class ChatSpeculation:
         server: Where it is sent.
         options: Of `chat.completions.create`, for an ordinary request.
         log: What becomes of it is noted here.
+        pause_s: It isn't sent before.
     """
 
-    def __init__(self, server: ChatServer, options: dict[str, Any], log: RetrievalLog) -> None:
+    def __init__(
+        self, server: ChatServer, options: dict[str, Any], log: RetrievalLog, pause_s: float
+    ) -> None:
         self._server = server
         self._options = options
         self._log = log
@@ -43,7 +46,7 @@ class ChatSpeculation:
         self._has_fate = True
         self._promoted = False
         self._inside = False
-        self._task = self._loop.create_task(self._run())
+        self._task = self._loop.create_task(self._run(pause_s))
 
     def admitted(self) -> None:
         """For the gate, which calls it on any thread."""
@@ -99,9 +102,10 @@ class ChatSpeculation:
         if self._error is not None:
             raise self._error
 
-    async def _run(self) -> None:
+    async def _run(self, pause_s: float) -> None:
         gate = self._server.gate
         try:
+            await asyncio.sleep(pause_s)
             while True:
                 if gate.enter(self):
                     self._inside = True

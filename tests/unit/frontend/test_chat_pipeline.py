@@ -12,9 +12,12 @@ from rag_radix_frontend import (
     Document,
     ScoredDocument,
     Stage,
+    chat_pipeline,
     chat_retrievals,
     retrieve_and_generate,
 )
+from rag_radix_frontend.chat_pipeline import _server_of, _servers
+from rag_radix_frontend.chat_server import ChatServer
 from rag_radix_frontend.errors import RetrievalError
 
 A, B = (Document(id=name, text=f"text of {name}") for name in "ab")
@@ -360,5 +363,38 @@ def test_messages_that_cant_be_made_for_provisional_documents_dont_matter():
         request = await client.request(0)
         request.finish("b")
         assert (await answer).completion == "b"
+
+    run(scenario)
+
+
+def test_event_loops_that_share_a_client_keep_what_they_know_of_its_server():
+    async def server() -> ChatServer:
+        return _server_of(client)
+
+    client = FakeClient()
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    first, second, again = (loops[i].run_until_complete(server()) for i in (0, 1, 0))
+    assert first is again
+    assert first is not second
+    for loop in loops:
+        loop.close()
+    asyncio.run(server())
+    assert len(_servers[client]) == 1
+
+
+def test_what_is_replaced_at_once_is_never_sent(monkeypatch):
+    monkeypatch.setattr(chat_pipeline, "_LONGEST_PAUSE_S", LIMIT_S)
+
+    async def scenario(client, steps):
+        answer = ask(client, steps)
+        await asyncio.sleep(0.2)
+        steps.send(A)
+        steps.send(B)
+        steps.send(A, final=True)
+        request = await client.request(0)
+        assert not request.speculative
+        request.finish("yes")
+        result = await answer
+        assert (result.retrieval.started, result.retrieval.cancelled) == (0, 0)
 
     run(scenario)
