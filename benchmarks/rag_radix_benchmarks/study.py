@@ -23,7 +23,8 @@ from rag_radix_benchmarks.progress import progress
 from rag_radix_benchmarks.study_estimate import comparison_minutes
 from rag_radix_benchmarks.study_file import Part, Step, Study, read_study
 from rag_radix_benchmarks.study_report import write_report
-from rag_radix_benchmarks.study_results import Results
+from rag_radix_benchmarks.study_results import Measured, Results
+from rag_radix_benchmarks.study_tables import tables
 from rag_radix_benchmarks.tables import plain
 
 # Benchmarks that need no model.
@@ -65,7 +66,10 @@ def run(options: argparse.Namespace) -> None:
     for part in asked:
         for step in part.steps_of(options.quick):
             progress(f"{part.name}, {step.label}")
-            results.put(part, step, options.quick, _measured(part, step, options))
+            report = _measured(part, step, options)
+            results.put(part, step, options.quick, report)
+            for table in tables(Measured(step, report, options.quick)):
+                print(f"{table.title}\n{plain(table.header, table.rows)}\n")
     if options.write is not None:
         write_report(study, results, options.write)
         progress(f"{options.write} is written")

@@ -110,6 +110,7 @@ def test_a_part_is_measured_kept_and_reported(path, tmp_path, capsys):
     report = tmp_path / "docs" / "RESULTS.md"
     report.parent.mkdir()
     run("--study", path, "--part", "memory", "--quick", "--results", tmp_path / "r")
+    assert "a replay: hit rate" in capsys.readouterr().out
     run("--study", path, "--results", tmp_path / "r", "--write", report)
     text = report.read_text()
     assert "a replay: quick version" in text
@@ -133,7 +134,16 @@ def test_a_comparison_is_given_its_place_and_its_command_is_kept(path, tmp_path,
 
     def measure(options):
         asked.append(options)
-        return {"benchmark": "ab", "config": {"model_path": options.model_path}}
+        config = {"model_path": options.model_path}
+        bound = {"saved_share": 0.4, "document_hit_rate": 0.3}
+        return {
+            "benchmark": "ab",
+            "config": config,
+            "reference": "knowledge-tree",
+            "bound": bound,
+            "loads": {},
+            "throughput": None,
+        }
 
     monkeypatch.setattr(benchmark("ab"), "measure", measure)
     common = ["--study", path, "--results", tmp_path / "r", "--work", tmp_path / "w"]
