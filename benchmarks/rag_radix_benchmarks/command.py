@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import sys
 from typing import Any
 
-from rag_radix.errors import RagRadixError
+from rag_radix.exit_status import exit_status
 
 # Each is a module of this package with add_options() and run().
 _BENCHMARKS = {
@@ -45,11 +44,4 @@ def benchmark(name: str) -> Any:
 
 
 def _run(module: Any, options: argparse.Namespace) -> int:
-    try:
-        module.run(options)
-    except RagRadixError as error:
-        print(f"rag-radix: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status(lambda: module.run(options))

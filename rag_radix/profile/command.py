@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rag_radix.errors import ConfigError, RagRadixError
+from rag_radix.errors import ConfigError
+from rag_radix.exit_status import exit_status
 
 DEFAULT_REPEATS = 5
 
@@ -46,14 +47,7 @@ def add_profile_command(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        _profile(options)
-    except RagRadixError as error:
-        print(f"rag-radix: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_status(lambda: _profile(options))
 
 
 def _profile(options: argparse.Namespace) -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import sglang as sgl
 from rag_radix_frontend import Document, RetrievalReport, rag_retrieve
 from unit.frontend.speculative_server import SpeculativeServer, eventually
+
+# Of every module of tests in which programs speculate. Programs that fail are part of them.
+SPECULATING = [
+    pytest.mark.usefixtures("no_threads_left"),
+    pytest.mark.filterwarnings("ignore:Error in stream_executor"),
+]
 
 CATS = Document("animals/cats", "Cats purr.", version="3")
 DOGS = Document("animals/dogs", "Dogs bark.")

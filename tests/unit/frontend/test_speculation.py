@@ -15,22 +15,15 @@ from unit.frontend.speculative_programs import (
     DOGS,
     GUESS,
     OTHER,
+    SPECULATING,
     ask,
     report_of,
     sent,
     settled,
 )
-from unit.frontend.speculative_server import (
-    WAIT_S,
-    Scripted,
-    SpeculativeServer,
-    eventually,
-)
+from unit.frontend.speculative_server import WAIT_S, Scripted, SpeculativeServer, eventually
 
-pytestmark = [
-    pytest.mark.usefixtures("no_threads_left"),
-    pytest.mark.filterwarnings("ignore:Error in stream_executor"),
-]
+pytestmark = SPECULATING
 
 
 def test_a_speculation_for_the_final_documents_is_the_answer(

@@ -9,17 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import pytest
 import sglang as sgl
 from rag_radix_frontend import RagEndpoint, rag_retrieve
 from rag_radix_frontend.errors import RequestAborted
-from unit.frontend.speculative_programs import GUESS, OTHER, settled
+from unit.frontend.speculative_programs import GUESS, OTHER, SPECULATING, settled
 from unit.frontend.speculative_server import Request, Scripted, SpeculativeServer, eventually
 
-pytestmark = [
-    pytest.mark.usefixtures("no_threads_left"),
-    pytest.mark.filterwarnings("ignore:Error in stream_executor"),
-]
+pytestmark = SPECULATING
 
 PROGRAMS = 200
 

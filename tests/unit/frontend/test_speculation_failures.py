@@ -11,25 +11,10 @@ import pytest
 import sglang as sgl
 from rag_radix_frontend import Document, RagEndpoint, rag_retrieve
 from rag_radix_frontend.errors import RequestAborted, RetrievalError
-from unit.frontend.speculative_programs import (
-    GUESS,
-    MOON,
-    OTHER,
-    ask,
-    report_of,
-    sent,
-)
-from unit.frontend.speculative_server import (
-    WAIT_S,
-    Scripted,
-    SpeculativeServer,
-    eventually,
-)
+from unit.frontend.speculative_programs import GUESS, MOON, OTHER, SPECULATING, ask, report_of, sent
+from unit.frontend.speculative_server import WAIT_S, Scripted, SpeculativeServer, eventually
 
-pytestmark = [
-    pytest.mark.usefixtures("no_threads_left"),
-    pytest.mark.filterwarnings("ignore:Error in stream_executor"),
-]
+pytestmark = SPECULATING
 
 
 class DatabaseDown(Exception):

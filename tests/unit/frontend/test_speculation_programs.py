@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import sglang as sgl
 from rag_radix_frontend import RagEndpoint, rag_retrieve
-from unit.frontend.speculative_programs import (
-    GUESS,
-    OTHER,
-    report_of,
-    sent,
-    settled,
-)
+from unit.frontend.speculative_programs import GUESS, OTHER, SPECULATING, report_of, sent, settled
 from unit.frontend.speculative_server import (
     WAIT_S,
     Request,
@@ -24,10 +18,7 @@ from unit.frontend.speculative_server import (
     eventually,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("no_threads_left"),
-    pytest.mark.filterwarnings("ignore:Error in stream_executor"),
-]
+pytestmark = SPECULATING
 
 
 def in_a_sum(s: Any, retrieve: Any) -> None:

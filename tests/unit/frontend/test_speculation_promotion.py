@@ -9,22 +9,10 @@ import pytest
 import sglang as sgl
 from rag_radix_frontend import RagEndpoint, rag_retrieve
 from sglang.lang.global_config import global_config
-from unit.frontend.speculative_programs import (
-    GUESS,
-    ask,
-    report_of,
-    sent,
-)
-from unit.frontend.speculative_server import (
-    Scripted,
-    SpeculativeServer,
-    eventually,
-)
+from unit.frontend.speculative_programs import GUESS, SPECULATING, ask, report_of, sent
+from unit.frontend.speculative_server import Scripted, SpeculativeServer, eventually
 
-pytestmark = [
-    pytest.mark.usefixtures("no_threads_left"),
-    pytest.mark.filterwarnings("ignore:Error in stream_executor"),
-]
+pytestmark = SPECULATING
 
 
 def test_tokens_are_handed_out_only_when_the_server_has_made_it_an_ordinary_request(

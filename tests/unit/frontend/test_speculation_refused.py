@@ -12,10 +12,19 @@ import sglang as sgl
 from rag_radix_frontend import RagEndpoint, pipeline, rag_retrieve
 from rag_radix_frontend.gate import Gate
 from rag_radix_frontend.retriever import ScoredDocument
-from unit.frontend.speculative_programs import CATS, GUESS, OTHER, ask, report_of, sent, settled
+from unit.frontend.speculative_programs import (
+    CATS,
+    GUESS,
+    OTHER,
+    SPECULATING,
+    ask,
+    report_of,
+    sent,
+    settled,
+)
 from unit.frontend.speculative_server import Scripted, SpeculativeServer, eventually
 
-pytestmark = pytest.mark.usefixtures("no_threads_left")
+pytestmark = SPECULATING
 
 
 @pytest.fixture
