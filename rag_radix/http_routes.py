@@ -32,6 +32,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 
 from rag_radix import document_order
 from rag_radix.admission import counters
+from rag_radix.control import warming
 from rag_radix.control.routes import add_control_routes
 from rag_radix.errors import RpcError
 from rag_radix.names import ORDER_ACTION, POOL_ACTION, PROMOTE_ACTION, STATE_KEY
@@ -97,7 +98,7 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any], call: Call) -
     app.add_api_route(PROMOTE_PATH, rag_promote, methods=["POST"])
     app.add_api_route(POOL_PATH, rag_pool, methods=["GET"])
     app.add_api_route(ORDER_PATH, rag_order, methods=["POST"])
-    add_control_routes(app, call)
+    add_control_routes(app, call, warming.generator(tokenizer_manager))
 
 
 def parse_rids(body: bytes) -> list[str]:

@@ -16,6 +16,10 @@ API key where that is set. With several data-parallel ranks the answers of all s
 - `POST /rag/unpin` ``{"id", "version", "namespace"}``: answers ``{"pins": n}``, how many were given
   up; 404 when there was none.
 - `GET /rag/pins`: the pins, with ``expires_in_s``, and what of each tier's budget they take.
+- `POST /rag/warm` ``{"prefix", "documents", "tokens_per_s"}``: compute documents in the background,
+  see `warming.parse_order`; 409 while another order is being carried out. Answers the progress, as
+  does `GET /rag/warm`; `DELETE /rag/warm` leaves the rest. With several HTTP workers each knows its
+  own orders.
 """
 
 from __future__ import annotations
@@ -45,6 +49,8 @@ from rag_radix.control.documents import parse_page
 from rag_radix.control.pins import parse_tier, parse_ttl
 from rag_radix.control.selector import parse_object, parse_selector
 from rag_radix.control.tree_view import parse_view
+from rag_radix.control.warming import MAX_BODY_BYTES as MAX_WARM_BYTES
+from rag_radix.control.warming import Generate, Warming, parse_order
 from rag_radix.errors import ControlError, RefusedError, RpcError, UnknownDocumentError
 
 logger = logging.getLogger(__name__)
@@ -55,13 +61,20 @@ INVALIDATE_PATH = "/rag/invalidate"
 PIN_PATH = "/rag/pin"
 UNPIN_PATH = "/rag/unpin"
 PINS_PATH = "/rag/pins"
+WARM_PATH = "/rag/warm"
 
 Call = Callable[[str, Any], Awaitable[list[Any]]]
 _Handler = Callable[[Request], Awaitable[Any]]
 
 
-def add_control_routes(app: FastAPI, call: Call) -> None:
-    """Add the routes to SGLang's app; `call` calls an action of the schedulers."""
+def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
+    """Add the routes to SGLang's app.
+
+    Args:
+        app: The app.
+        call: Calls an action of the schedulers (`rpc.Caller.call`).
+        generate: Sends a document that is to be warmed (`warming.generator`).
+    """
 
     async def documents(request: Request) -> Any:
         page = parse_page(request.query_params)
@@ -116,6 +129,24 @@ def add_control_routes(app: FastAPI, call: Call) -> None:
             each["expires_in_s"] = left_s
         return merged(ranks)
 
+    async def warm(request: Request) -> Any:
+        body = parse_object(
+            await request.body(), ("prefix", "documents", "tokens_per_s"), MAX_WARM_BYTES
+        )
+        order = parse_order(body)
+        warming.start(order)
+        log_action("warm", request, documents=len(order.documents))
+        return asdict(warming.progress)
+
+    async def warm_progress(_request: Request) -> Any:
+        return asdict(warming.progress)
+
+    async def warm_stop(request: Request) -> Any:
+        warming.stop()
+        log_action("stop warming", request)
+        return asdict(warming.progress)
+
+    warming = Warming(generate)
     expiries = Expiries(call)
     for path, handler, method in (
         (DOCUMENTS_PATH, documents, "GET"),
@@ -124,6 +155,9 @@ def add_control_routes(app: FastAPI, call: Call) -> None:
         (PIN_PATH, pin, "POST"),
         (UNPIN_PATH, unpin, "POST"),
         (PINS_PATH, pins, "GET"),
+        (WARM_PATH, warm, "POST"),
+        (WARM_PATH, warm_progress, "GET"),
+        (WARM_PATH, warm_stop, "DELETE"),
     ):
         app.add_api_route(path, _answering(handler), methods=[method])
 

@@ -24,8 +24,14 @@ def client(*ranks: Any, keys: tuple[str | None, str | None] = (None, None)) -> T
         calls.append((action, body))
         return list(ranks)
 
+    async def generate(body: dict[str, Any]) -> int:
+        if body["text"].endswith("too long"):
+            raise ValueError("too many tokens")
+        calls.append(("generate", body))
+        return len(body["text"])
+
     app = FastAPI()
-    add_control_routes(app, call)
+    add_control_routes(app, call, generate)
     if any(keys):
         add_api_key_middleware(app, api_key=keys[0], admin_api_key=keys[1])
     test_client = TestClient(app)
@@ -133,6 +139,62 @@ def test_the_schedulers_are_told_when_a_pin_ends():
         action, now_s = server.calls[1]
         assert action == "expire_pins"
         assert now_s >= order["expires_s"]
+
+
+def test_documents_are_warmed_in_order_in_the_background():
+    with client() as server:
+        documents = [{"id": "a", "text": "one"}, {"id": "b", "version": "2", "text": "two"}]
+        documents += [{"id": "c", "text": "too long"}]
+        body = {"prefix": "Hi. ", "documents": documents, "tokens_per_s": 1000}
+        assert server.post("/rag/warm", json=body).json()["state"] == "running"
+        assert server.post("/rag/warm", json=body).status_code == 409
+        while (progress := server.get("/rag/warm").json())["state"] == "running":
+            pass
+        assert progress == {
+            "state": "done",
+            "documents": 3,
+            "warmed": 2,
+            "failed": 1,
+            "tokens": 14,
+            "refusals": 0,
+            "problem": "'c': too many tokens",
+        }
+        sent = [body for action, body in server.calls if action == "generate"]
+        assert [each["text"] for each in sent] == ["Hi. one", "Hi. two"]
+        rag = sent[1]["sampling_params"]["custom_params"]["rag"]
+        assert rag == {
+            "documents": [{"id": "b", "version": "2", "start": 4, "end": 7}],
+            "unit": "char",
+            "speculative": True,
+        }
+        slow = {**body, "tokens_per_s": 0.001}
+        assert server.post("/rag/warm", json=slow).status_code == 200
+        assert server.delete("/rag/warm").json()["state"] == "stopped"
+        assert server.post("/rag/warm", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({}, '"documents" must be an array'),
+        ({"documents": []}, '"documents" must be an array'),
+        ({"documents": [5]}, "documents[0] must be an object"),
+        ({"documents": [{"id": "a", "text": "b", "x": 1}]}, "documents[0] must be an object"),
+        ({"documents": [{"id": "", "text": "b"}]}, "documents[0].id must be a string"),
+        ({"documents": [{"id": "a", "version": 1, "text": "b"}]}, "documents[0].version"),
+        ({"documents": [{"id": "a"}]}, "documents[0] needs either text or tokens"),
+        ({"documents": [{"id": "a", "text": " "}]}, "documents[0].text"),
+        ({"documents": [{"id": "a", "tokens": [-1]}]}, "documents[0].tokens"),
+        ({"documents": [{"id": "a", "tokens": []}]}, "documents[0].tokens"),
+        ({"prefix": 5, "documents": [{"id": "a", "text": "b"}]}, '"prefix" must be'),
+        ({"prefix": [5], "documents": [{"id": "a", "text": "b"}]}, "all of them as tokens"),
+        ({"documents": [{"id": "a", "text": "b"}], "tokens_per_s": 0}, '"tokens_per_s" must be'),
+    ],
+)
+def test_a_malformed_order_to_warm_says_what_is_wrong(body, problem):
+    reply = client().post("/rag/warm", json=body)
+    assert reply.status_code == 400
+    assert problem in reply.json()["error"]["message"]
 
 
 def test_pins_are_listed_with_the_time_they_have_left():

@@ -1,0 +1,232 @@
+"""Warming: documents are computed in the background before anybody asks for them.
+
+Each document is sent as a speculation of the server's own, behind the prefix that prompts begin
+with, one after the other in the given order. So warming stands behind all traffic: the schedulers
+refuse a speculation while requests wait and end one that is in the way, and it is tried again
+later. It counts as no retrieval, so what nobody asks for afterwards is the first to leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from rag_radix.errors import ControlError, RefusedError
+from rag_radix.wire import KEY, MAX_NAME_CHARS
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 256 << 20
+MAX_DOCUMENTS = 100_000
+DEFAULT_TOKENS_PER_S = 10_000.0
+# After a refusal, doubled up to the longest.
+_SHORTEST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
+
+Prompt = str | list[int]
+Generate = Callable[[dict[str, Any]], Awaitable[int]]
+"""Takes a body of `/generate`, returns the tokens of its prompt. Raises `Busy` when requests are in
+its way, and ValueError when it is wrong."""
+
+
+class Busy(Exception):
+    """The server has other things to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmDocument:
+    """A document as it stands in prompts: its text, or its tokens."""
+
+    id: str
+    version: str
+    content: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class WarmOrder:
+    """What is to be warmed.
+
+    Attributes:
+        prefix: What prompts begin with, as they have it: text, or tokens.
+        documents: In the order in which they are computed.
+        tokens_per_s: How much at most, prefixes included.
+    """
+
+    prefix: Prompt
+    documents: tuple[WarmDocument, ...]
+    tokens_per_s: float = DEFAULT_TOKENS_PER_S
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far warming has come.
+
+    Attributes:
+        state: "idle", "running", "done" or "stopped".
+        documents: How many were ordered.
+        warmed: How many are computed.
+        failed: How many the server couldn't take, such as those beyond its context.
+        tokens: Tokens of the prompts sent, cached ones included.
+        refusals: Times that requests were in the way.
+        problem: The last failure.
+    """
+
+    state: str = "idle"
+    documents: int = 0
+    warmed: int = 0
+    failed: int = 0
+    tokens: int = 0
+    refusals: int = 0
+    problem: str | None = None
+
+
+def parse_order(body: Mapping[str, Any]) -> WarmOrder:
+    """Read `{"prefix": ..., "documents": [{"id", "version", "text" or "tokens"}], "tokens_per_s"}`.
+
+    Raises:
+        ControlError: Something is malformed; the message names it.
+    """
+    prefix = body.get("prefix", "")
+    if not (isinstance(prefix, str) or _is_tokens(prefix)):
+        raise ControlError('"prefix" must be a text or an array of token ids')
+    items = body.get("documents")
+    if not isinstance(items, list) or not 0 < len(items) <= MAX_DOCUMENTS:
+        raise ControlError(f'"documents" must be an array of 1 to {MAX_DOCUMENTS:,} documents')
+    documents = tuple(_document(item, index) for index, item in enumerate(items))
+    kind = type(prefix if prefix else documents[0].content)
+    if any(type(document.content) is not kind for document in documents):
+        raise ControlError("give the prefix and all documents as text, or all of them as tokens")
+    rate = body.get("tokens_per_s", DEFAULT_TOKENS_PER_S)
+    if type(rate) not in (int, float) or not 0 < rate < 1e9:
+        raise ControlError(f'"tokens_per_s" must be a number above 0, not {rate!r:.40}')
+    return WarmOrder(prefix if prefix else kind(), documents, float(rate))
+
+
+def _document(item: Any, index: int) -> WarmDocument:
+    where = f"documents[{index}]"
+    if not isinstance(item, dict) or set(item) - {"id", "version", "text", "tokens"}:
+        raise ControlError(f"{where} must be an object of id, version, and text or tokens")
+    for name in ("id", "version"):
+        value = item.get(name, "" if name == "version" else None)
+        if (
+            not isinstance(value, str)
+            or len(value) > MAX_NAME_CHARS
+            or (name == "id" and not value)
+        ):
+            raise ControlError(
+                f"{where}.{name} must be a string of up to {MAX_NAME_CHARS} characters"
+            )
+    text, tokens = item.get("text"), item.get("tokens")
+    if (text is None) == (tokens is None):
+        raise ControlError(f"{where} needs either text or tokens")
+    if text is not None and not (isinstance(text, str) and text.strip()):
+        raise ControlError(f"{where}.text must be a text with more than white space")
+    if tokens is not None and not (_is_tokens(tokens) and tokens):
+        raise ControlError(f"{where}.tokens must be an array of token ids")
+    content: Prompt = item["tokens" if text is None else "text"]
+    return WarmDocument(item["id"], item.get("version", ""), content)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+
+
+def request_body(prefix: Prompt, document: WarmDocument) -> dict[str, Any]:
+    """The body of `/generate` that computes `document` behind `prefix`."""
+    start = len(prefix)
+    text = isinstance(document.content, str)
+    span = {"id": document.id, "version": document.version}
+    span |= {"start": start, "end": start + len(document.content)}  # type: ignore[dict-item]
+    return {
+        "text" if text else "input_ids": prefix + document.content,  # type: ignore[operator]
+        "sampling_params": {
+            "max_new_tokens": 1,
+            "temperature": 0,
+            "custom_params": {
+                KEY: {
+                    "documents": [span],
+                    "unit": "char" if text else "token",
+                    "speculative": True,
+                }
+            },
+        },
+    }
+
+
+class Warming:
+    """The one order that is being carried out, if there is one.
+
+    Attributes:
+        progress: Of it, or of the last one.
+    """
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._task: asyncio.Task[None] | None = None
+        self.progress = Progress()
+
+    def start(self, order: WarmOrder) -> None:
+        """Carry out `order` in the background.
+
+        Raises:
+            RefusedError: Another one is being carried out.
+        """
+        if self._task is not None and not self._task.done():
+            raise RefusedError("documents are being warmed: wait for its end, or stop it")
+        self.progress = Progress("running", len(order.documents))
+        self._task = asyncio.create_task(self._run(order, self.progress))
+
+    def stop(self) -> None:
+        """Leave the rest of the documents."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            self.progress.state = "stopped"
+
+    async def _run(self, order: WarmOrder, progress: Progress) -> None:
+        for document in order.documents:
+            await self._warm(order, document, progress)
+        progress.state = "done"
+        logger.info("Control: warmed %d of %d documents", progress.warmed, progress.documents)
+
+    async def _warm(self, order: WarmOrder, document: WarmDocument, progress: Progress) -> None:
+        wait_s = _SHORTEST_WAIT_S
+        while True:
+            try:
+                tokens = await self._generate(request_body(order.prefix, document))
+            except Busy:
+                progress.refusals += 1
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                continue
+            except ValueError as error:
+                progress.failed += 1
+                progress.problem = f"{document.id!r}: {error}"
+                return
+            progress.warmed += 1
+            progress.tokens += tokens
+            await asyncio.sleep(tokens / order.tokens_per_s)
+            return
+
+
+def generator(manager: Callable[[], Any]) -> Generate:
+    """Sends what is to be warmed through the tokenizer manager that `manager` finds."""
+
+    async def generate(body: dict[str, Any]) -> int:
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        tokens = 0
+        try:
+            async for reply in manager().generate_request(GenerateReqInput(**body)):
+                tokens = reply["meta_info"]["prompt_tokens"]
+        except HTTPException as error:
+            if error.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise Busy from None
+            raise ValueError(str(error.detail)) from None
+        return tokens
+
+    return generate
