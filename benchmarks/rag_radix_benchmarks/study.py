@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     if options.write is not None:
         check_plottable()
     if options.list:
-        print(plain(["part", "minutes", "quick", "question"], _listed(study, options)))
+        print(plain(["part", "minutes", "quick"], _listed(study, options)))
     results = Results(options.results)
     for part in asked:
         for step in part.steps_of(options.quick):
@@ -118,9 +118,13 @@ def _printable(step: Step, arguments: Sequence[str], model_path: str | None) -> 
 
 
 def _listed(study: Study, options: argparse.Namespace) -> list[list[str]]:
+    width = max(map(len, study.parts))
     return [
-        [part.name, *(_minutes(study, part, quick, options) for quick in (False, True)), part.title]
-        for part in study.parts.values()
+        [
+            f"{name:<{width}}  {part.title}",
+            *(_minutes(study, part, quick, options) for quick in (False, True)),
+        ]
+        for name, part in study.parts.items()
     ]
 
 
