@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from rag_radix_benchmarks.arms import Arm
+from typing import Any
+
+from rag_radix_benchmarks.arms import STOCK_ARMS, Arm
 from rag_radix_benchmarks.facts import ServerFacts
+from rag_radix_benchmarks.limits import Limits
 from rag_radix_benchmarks.load import Outcome, Run
+from rag_radix_benchmarks.results import Cell, Comparison
 from rag_radix_benchmarks.setup import Setup
+from rag_radix_benchmarks.statistics import Throughput
+from rag_radix_benchmarks.throughputs import Throughputs
 from rag_radix_benchmarks.trials import TrialResult
 from rag_radix_benchmarks.workload import Synthetic
 
@@ -61,3 +67,38 @@ def result_of(
     )
     run = Run((outcome,) * WORKLOAD.requests, tuple(range(WORKLOAD.requests)), seconds=10.0)
     return TrialResult(run, facts_of(arm))
+
+
+ARMS = [STOCK_ARMS[name] for name in ("no-cache", "stock-lru", "stock-hicache")]
+
+
+def example_report() -> dict[str, Any]:
+    """Of `bench ab`: three arms at two loads, the last four and two times as fast as the others."""
+    parts = [WORKLOAD.part(repeat) for repeat in range(2)]
+    cells = {
+        load: {
+            arm.name: Cell((result_of(arm, seconds), result_of(arm, 1.1 * seconds)))
+            for arm, seconds in zip(ARMS, (4.0, 2.0, 1.0), strict=True)
+        }
+        for load in ("1 request/s", "2 requests/s")
+    }
+    limits = Limits.of(parts, SETUP, lambda cached, new: float(new))
+    found = {
+        "no-cache": [Throughput(None, 1.0, {0.1: 2.0})] * 2,
+        "stock-lru": [Throughput(1.0, 1.0, {0.1: 0.2, 1.0: 0.9})] * 2,
+        "stock-hicache": [Throughput(2.0, 1.0, {0.1: 0.2, 2.0: 0.9})] * 2,
+    }
+    return {
+        "benchmark": "ab",
+        **Comparison(cells, "stock-hicache", parts, limits).as_json(),
+        "throughput": Throughputs(found, found).as_json("stock-hicache"),
+        "commits": ["c0ffee"],
+        "versions": {"sglang": "0.5.23"},
+        "hardware": {"cores": 2, "processor": "a processor"},
+        "config": {
+            "model_path": "some/model",
+            "repeats": 2,
+            "flags": {arm.name: SETUP.flags(arm) for arm in ARMS},
+        },
+        "command": ["bench", "ab", "--arms", "a,b c"],
+    }

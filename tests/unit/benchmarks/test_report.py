@@ -5,47 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from rag_radix_benchmarks.arms import STOCK_ARMS
 from rag_radix_benchmarks.experiment import turn
-from rag_radix_benchmarks.limits import Limits
 from rag_radix_benchmarks.report import as_text, write
-from rag_radix_benchmarks.results import Cell, Comparison
-from rag_radix_benchmarks.statistics import Throughput
-from rag_radix_benchmarks.throughputs import Throughputs
-from unit.benchmarks.comparison_data import SETUP, WORKLOAD, result_of
-
-ARMS = [STOCK_ARMS[name] for name in ("no-cache", "stock-lru", "stock-hicache")]
+from unit.benchmarks.comparison_data import ARMS, example_report
 
 
 @pytest.fixture
 def report():
-    parts = [WORKLOAD.part(repeat) for repeat in range(2)]
-    cells = {
-        load: {
-            arm.name: Cell((result_of(arm, seconds), result_of(arm, 1.1 * seconds)))
-            for arm, seconds in zip(ARMS, (4.0, 2.0, 1.0), strict=True)
-        }
-        for load in ("1 request/s", "2 requests/s")
-    }
-    limits = Limits.of(parts, SETUP, lambda cached, new: float(new))
-    found = {
-        "no-cache": [Throughput(None, 1.0, {0.1: 2.0})] * 2,
-        "stock-lru": [Throughput(1.0, 1.0, {0.1: 0.2, 1.0: 0.9})] * 2,
-        "stock-hicache": [Throughput(2.0, 1.0, {0.1: 0.2, 2.0: 0.9})] * 2,
-    }
-    return {
-        **Comparison(cells, "stock-hicache", parts, limits).as_json(),
-        "throughput": Throughputs(found, found).as_json("stock-hicache"),
-        "commits": ["c0ffee"],
-        "versions": {"sglang": "0.5.23"},
-        "hardware": {"cores": 2, "processor": "a processor"},
-        "config": {
-            "model_path": "some/model",
-            "repeats": 2,
-            "flags": {arm.name: SETUP.flags(arm) for arm in ARMS},
-        },
-        "command": ["bench", "ab", "--arms", "a,b c"],
-    }
+    return example_report()
 
 
 def test_every_arm_and_ratio_is_on_the_terminal(report):

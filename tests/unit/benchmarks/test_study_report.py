@@ -1,0 +1,89 @@
+"""RESULTS.md from reports whose figures are known."""
+
+from __future__ import annotations
+
+import pytest
+from rag_radix_benchmarks.study_file import read_study
+from rag_radix_benchmarks.study_report import write_report
+from rag_radix_benchmarks.study_results import Results
+from unit.benchmarks.comparison_data import example_report
+
+pytest.importorskip("matplotlib")
+
+
+def spread(median):
+    return {"min": median / 2, "median": median, "max": 2 * median}
+
+
+def speculation_report():
+    figures = {"search_not_overlapped_s": spread(0.1), "mean_ttft_s": spread(0.5)}
+    return {
+        "benchmark": "speculation",
+        "cases": [
+            {
+                "search": "remote",
+                "fraction": 0.25,
+                "load": 0.5,
+                "arms": {arm: {**figures, "kept": spread(0.9)} for arm in ("on", "off")},
+                "ratios": {"search_not_overlapped_s": spread(4.0), "mean_ttft_s": spread(1.5)},
+            }
+        ],
+        "commit": "beef",
+    }
+
+
+@pytest.fixture
+def study():
+    return read_study("cpu")
+
+
+@pytest.fixture
+def text(study, tmp_path):
+    """Of a main part in full, a quick speculation part, and nothing else."""
+    about = {
+        "versions": {"sglang": "0.5.23"},
+        "hardware": {"cores": 2, "processor": "a processor", "memory_bytes": 2**34},
+    }
+    results = Results(tmp_path / "results")
+    for name, report, quick in (
+        ("main", example_report(), False),
+        ("speculation", speculation_report(), True),
+    ):
+        part = study.part(name)
+        results.put(part, part.steps[0], quick, {**report, **about, "command": f"run {name}"})
+    write_report(study, results, tmp_path / "RESULTS.md")
+    return (tmp_path / "RESULTS.md").read_text()
+
+
+def rows_of(text, start):
+    return [line for line in text.splitlines() if line.startswith(f"| {start}")]
+
+
+def test_every_part_stands_in_the_overview(study, text):
+    overview = rows_of(text, "[")
+    assert len(overview) == len(study.parts)
+    extents = {line.rsplit("|", 2)[1].strip() for line in overview}
+    assert extents == {"in full", "quick", "not run"}
+    assert "`stock-lru` 2.00 (2.00..2.00), faster" in overview[0]
+    assert "remote, load 0.5: search 4.00 (2.00–8.00), TTFT 1.50 (0.75–3.00)" in text
+
+
+def test_ratios_are_read_and_stand_beside_what_the_bound_allows(text):
+    (row, _) = (line for line in rows_of(text, "`no-cache`") if "4.00 (4.00" in line)
+    assert "| 4.00 (4.00..4.00) | faster |" in row
+    assert "of the tokens in documents and saves" in text
+    assert "10 of 20 answers" not in text
+    assert "20 of 20 answers of `no-cache` are those of `stock-hicache`" in text
+
+
+def test_throughputs_commands_and_charts_are_in_the_part(text, tmp_path):
+    assert "under five times no-cache's at the lowest rate" in text
+    assert "```\nrun main\n```" in text
+    for chart in ("main", "main-over-rate", "speculation"):
+        assert f"](results/{chart}.png)" in text
+        assert (tmp_path / "results" / f"{chart}.png").stat().st_size > 1000
+
+
+def test_what_was_not_run_says_by_which_command_it_is(text):
+    assert "**Not run**: `rag-radix bench study --part throughput`." in text
+    assert "commit beef, c0ffee" in text or "commit None, beef" in text
