@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 _IDLE_S = 1.0
@@ -13,43 +14,44 @@ Work = Callable[[], None]
 
 
 class Workers:
-    """Runs any number of things at once, on daemon threads that stay for a second afterwards."""
+    """Runs any number of things at once, on daemon threads that stay for a second afterwards.
+
+    There is no lock, since garbage collection may end a program, and so start work, anywhere.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        # Threads that wait for work, less the work that waits for them.
-        self._idle = 0
+        # Where threads that are idle wait for work; the last one is the youngest.
+        self._idle: deque[queue.SimpleQueue[Work]] = deque()
 
     def start(self, work: Work) -> None:
         """Have `work` done by another thread, at once; it raises nothing."""
-        with self._lock:
-            if self._idle:
-                self._idle -= 1
-                self._work.put(work)
-                return
-        threading.Thread(target=self._run, args=(work,), name="rag-worker", daemon=True).start()
+        try:
+            inbox = self._idle.pop()
+        except IndexError:
+            threading.Thread(target=self._run, args=(work,), name="rag-worker", daemon=True).start()
+        else:
+            inbox.put(work)
 
     def _run(self, work: Work | None) -> None:
+        inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         while work is not None:
             work()
             # What it holds may be the last reference to a program.
             del work
-            with self._lock:
-                self._idle += 1
-            work = self._next()
+            self._idle.append(inbox)
+            work = self._next(inbox)
 
-    def _next(self) -> Work | None:
-        while True:
+    def _next(self, inbox: queue.SimpleQueue[Work]) -> Work | None:
+        try:
+            return inbox.get(timeout=_IDLE_S)
+        except queue.Empty:
             try:
-                return self._work.get(timeout=_IDLE_S)
-            except queue.Empty:
-                with self._lock:
-                    if self._work.empty():
-                        self._idle -= 1
-                        return None
+                self._idle.remove(inbox)
+            except ValueError:  # It was taken just now, and work is on its way.
+                return inbox.get()
+            return None
 
 
 WORKERS = Workers()
 # A process that was forked has none of its parent's threads.
-os.register_at_fork(after_in_child=WORKERS.__init__)  # type: ignore[misc]
+os.register_at_fork(after_in_child=WORKERS._idle.clear)
