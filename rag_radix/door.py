@@ -30,6 +30,7 @@ from typing import Any
 from rag_radix import wire
 from rag_radix.admission import admit, counters
 from rag_radix.chat import ChatPlacement, current
+from rag_radix.control import warming
 from rag_radix.errors import AnnotationError, IncompatibleSGLangError, UnsupportedError
 from rag_radix.http_routes import Call, add_routes
 from rag_radix.names import BACKEND
@@ -134,11 +135,11 @@ def _after_manager_ready(_result: None, manager: Any, *_args: Any, **_kwargs: An
 
     caller = rpc.Caller(manager)
     if _HTTP in sys.modules and "native_http" not in _installed:
-        _install_http(caller.call)
+        _install_http(caller.call, manager.server_args)
     verify()
 
 
-def _install_http(call: Call) -> None:
+def _install_http(call: Call, server_args: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     _register("native_http", _around_native_http, "around")
@@ -147,6 +148,7 @@ def _install_http(call: Call) -> None:
     _register("chat_encode", _around_chat_encode, "around")
     HookRegistry.apply_hooks()
     add_routes(sys.modules[_HTTP].app, _http_manager, call)
+    warming.at_start(server_args)
 
 
 def _http_manager() -> Any:

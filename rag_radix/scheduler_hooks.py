@@ -13,6 +13,7 @@ from typing import Any
 
 from rag_radix import document_order, yielding
 from rag_radix.control import actions, metrics
+from rag_radix.control.selector import Selector
 from rag_radix.door import is_applied
 from rag_radix.errors import IncompatibleSGLangError
 from rag_radix.names import ORDER_ACTION, POOL_ACTION, PROMOTE_ACTION, STATE_KEY
@@ -106,6 +107,12 @@ def _after_batch(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
             scheduler.tree_cache.control.started(result.batch_to_run.reqs)
 
 
+def _after_new_weights(_result: Any, updater: Any, *_args: Any, **_kwargs: Any) -> None:
+    # SGLang flushes its cache unless told not to, or while requests run.
+    if has_tree(updater.scheduler):
+        updater.scheduler.tree_cache.control.invalidate(Selector(prefix=""))
+
+
 def _promote(scheduler: Any, rids: list[str]) -> dict[str, str]:
     speculations = scheduler.tree_cache.speculations
     # A request whose grammar isn't compiled yet is not in the waiting queue.
@@ -140,15 +147,24 @@ _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "get_new_batch_prefill": ("after", _after_batch),
 }
 _BATCH = "sglang.srt.managers.schedule_batch"
-TARGETS = {
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater"
+_UPDATER = f"{_WEIGHTS}.SchedulerWeightUpdaterManager"
+TARGETS: dict[str, tuple[str, Callable[..., Any]]] = {
     **{f"{_MODULE}.Scheduler.{name}": hook for name, hook in _HOOKS.items()},
     f"{_BATCH}.ScheduleBatch._get_decode_retraction_order": ("around", yielding.retraction_order),
+    f"{_UPDATER}.flush_cache_after_weight_update": ("after", _after_new_weights),
 }
 
 # What the hooks take and call, with its parameters.
 SURFACE: dict[str, tuple[str, ...]] = {
     f"{_MODULE}:_make_abort_req": ("req", "finished_reason"),
     f"{_BATCH}:ScheduleBatch._get_decode_retraction_order": ("reqs",),
+    f"{_WEIGHTS}:SchedulerWeightUpdaterManager.flush_cache_after_weight_update": (
+        "self",
+        "recv_req",
+        "success",
+        "message",
+    ),
     **{
         f"{_MODULE}:Scheduler.{name}": ("self", *parameters)
         for name, parameters in {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rag_radix.cost_model import PrefillCostTable
@@ -39,6 +40,7 @@ class TreeSettings:
         retire_older_versions: Whether a request with a newer version of a document lets its
             older ones be found no more.
         pin_device_share, pin_host_share: How much of each tier pinned documents may take.
+        warm: File with the body of `POST /rag/warm`, carried out once the server is up.
     """
 
     policy: ReplacementPolicy
@@ -52,6 +54,7 @@ class TreeSettings:
     retire_older_versions: bool = False
     pin_device_share: float = DEFAULT_PIN_DEVICE_SHARE
     pin_host_share: float = DEFAULT_PIN_HOST_SHARE
+    warm: str | None = None
 
 
 def parse_settings(
@@ -63,8 +66,8 @@ def parse_settings(
 
     `cost_table` of the config names a file for `PrefillCostTable.load`; without it the table
     is `default_cost()`. `swap_out`, `max_depth`, `trace`, `reorder_window`, `max_prefill_bs`,
-    `retire_older_versions` and the `pin_` shares are those of `TreeSettings`. The other keys
-    belong to the policy.
+    `retire_older_versions`, `warm` and the `pin_` shares are those of `TreeSettings`. The other
+    keys belong to the policy.
 
     Raises:
         ConfigError: Unknown policy or key, a wrong value, or an unusable cost table.
@@ -87,6 +90,9 @@ def parse_settings(
     for key, share in shares.items():
         if type(share) not in (int, float) or not 0 <= share <= MAX_PIN_SHARE:
             raise _wrong(key, share, f"give a share of the tier from 0 to {MAX_PIN_SHARE}")
+    warm = config.pop("warm", None)
+    if warm is not None and not (isinstance(warm, str) and Path(warm).is_file()):
+        raise _wrong("warm", warm, "give the name of a file that there is")
     retire_older = config.pop("retire_older_versions", False)
     if not isinstance(retire_older, bool):
         raise _wrong("retire_older_versions", retire_older, "use true or false")
@@ -106,6 +112,7 @@ def parse_settings(
         trace=trace,
         retire_older_versions=retire_older,
         **shares,
+        warm=warm,
         **counts,
     )
 

@@ -40,12 +40,26 @@ class Client:
         """The answer to a POST; raises likewise."""
         return self._call(path, orjson.dumps(body))
 
-    def _call(self, path: str, data: bytes | None) -> Any:
+    def is_up(self) -> bool:
+        """Whether the server answers requests."""
+        try:
+            urllib.request.urlopen(self.url.rstrip("/") + "/health", timeout=_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def delete(self, path: str) -> Any:
+        """The answer to a DELETE; raises likewise."""
+        return self._call(path, None, "DELETE")
+
+    def _call(self, path: str, data: bytes | None, method: str | None = None) -> Any:
         headers = {"Content-Type": "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
-            request = urllib.request.Request(self.url.rstrip("/") + path, data, headers)
+            request = urllib.request.Request(
+                self.url.rstrip("/") + path, data, headers, method=method
+            )
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
                 return orjson.loads(reply.read())
         except urllib.error.HTTPError as error:

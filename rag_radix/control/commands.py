@@ -13,6 +13,7 @@ from rag_radix.control.client import Client
 from rag_radix.control.documents import DEFAULT_LIMIT, SORTS
 from rag_radix.control.tables import bar, printable, table
 from rag_radix.control.top import watch
+from rag_radix.control.warm_command import add_warm_options, show_progress, warm
 from rag_radix.errors import RagRadixError
 
 DEFAULT_URL = "http://localhost:30000"
@@ -56,6 +57,9 @@ def add_control_commands(commands: Any) -> None:
     pin.add_argument("--tier", choices=("device", "host"), default="device", help="by %(default)s")
     pin.add_argument("--ttl", type=float, metavar="S", help="for so many seconds (for good)")
     _add(commands, "pins", "list what is pinned", _pins, show_pins)
+    add_warm_options(
+        _add(commands, "warm", "compute documents before they are asked for", warm, _progress)
+    )
     top = _command(commands, "top", "watch a server: its tiers, rates and documents", watch)
     top.add_argument("--interval", type=_positive, default=2.0, metavar="S", help="by %(default)s")
     top.add_argument("--times", type=int, default=0, metavar="N", help="look so often (for good)")
@@ -143,6 +147,10 @@ def _pin(client: Client, options: argparse.Namespace) -> Any:
 
 def _unpin(client: Client, options: argparse.Namespace) -> Any:
     return client.post("/rag/unpin", selector_body(options))
+
+
+def _progress(progress: dict[str, Any]) -> str:
+    return printable(show_progress(progress))
 
 
 def _pins(client: Client, _options: argparse.Namespace) -> Any:

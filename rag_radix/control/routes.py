@@ -49,6 +49,7 @@ from rag_radix.control.documents import parse_page
 from rag_radix.control.pins import parse_tier, parse_ttl
 from rag_radix.control.selector import parse_object, parse_selector
 from rag_radix.control.tree_view import parse_view
+from rag_radix.control.warming import FIELDS as WARM_FIELDS
 from rag_radix.control.warming import MAX_BODY_BYTES as MAX_WARM_BYTES
 from rag_radix.control.warming import Generate, Warming, parse_order
 from rag_radix.errors import ControlError, RefusedError, RpcError, UnknownDocumentError
@@ -130,9 +131,7 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
         return merged(ranks)
 
     async def warm(request: Request) -> Any:
-        body = parse_object(
-            await request.body(), ("prefix", "documents", "tokens_per_s"), MAX_WARM_BYTES
-        )
+        body = parse_object(await request.body(), WARM_FIELDS, MAX_WARM_BYTES)
         order = parse_order(body)
         warming.start(order)
         log_action("warm", request, documents=len(order.documents))

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
+from rag_radix.control.client import Client
+from rag_radix.control.selector import parse_object
 from rag_radix.errors import ControlError, RefusedError
 from rag_radix.wire import KEY, MAX_NAME_CHARS
 
@@ -22,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
 MAX_DOCUMENTS = 100_000
+FIELDS = ("prefix", "documents", "tokens_per_s")
 DEFAULT_TOKENS_PER_S = 10_000.0
 # After a refusal, doubled up to the longest.
 _SHORTEST_WAIT_S = 0.1
@@ -210,6 +217,34 @@ class Warming:
             progress.tokens += tokens
             await asyncio.sleep(tokens / order.tokens_per_s)
             return
+
+
+def at_start(server_args: Any) -> None:
+    """Carry out the order that the setting `warm` names, once the server is up.
+
+    Raises:
+        ControlError: There is none in the file.
+    """
+    path = (server_args.radix_eviction_policy_config or {}).get("warm")
+    if path is None or multiprocessing.parent_process() is not None:
+        return  # an HTTP worker leaves it to the main process
+    try:
+        body = Path(path).read_bytes()
+    except OSError as error:
+        raise ControlError(f"warm={path!r}: {error}") from None
+    value = parse_object(body, FIELDS, MAX_BODY_BYTES)
+    parse_order(value)
+    client = Client(server_args.url(), server_args.admin_api_key or server_args.api_key)
+    threading.Thread(target=_send, args=(client, value), daemon=True).start()
+
+
+def _send(client: Client, order: dict[str, Any]) -> None:
+    while not client.is_up():
+        time.sleep(1.0)
+    try:
+        client.post("/rag/warm", order)
+    except ControlError as error:
+        logger.error("Control: documents aren't warmed: %s", error)
 
 
 def generator(manager: Callable[[], Any]) -> Generate:

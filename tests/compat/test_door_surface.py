@@ -85,7 +85,11 @@ HookRegistry.apply_hooks()
 def paths():
     return [getattr(route, "path", None) for route in http_server.app.routes]
 def ready(backend):
-    manager = SimpleNamespace(server_args=SimpleNamespace(radix_cache_backend=backend))
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(
+            radix_cache_backend=backend, radix_eviction_policy_config=None
+        )
+    )
     manager._result_dispatcher = TypeBasedDispatcher([])
     door._after_manager_ready(None, manager)
 """

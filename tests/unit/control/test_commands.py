@@ -12,6 +12,7 @@ import pytest
 
 from rag_radix.cli import main
 from rag_radix.control.tables import bar, printable, shortened, table
+from rag_radix.replay.trace import TraceDocument, TraceRequest, write_trace
 
 ROW = {
     "id": "wiki/1\x1b[31m",
@@ -51,7 +52,7 @@ def server() -> Iterator[Canned]:
             self.end_headers()
             self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
-        do_GET = do_POST = answer
+        do_GET = do_POST = do_DELETE = answer
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -124,6 +125,53 @@ def test_pins_are_given_and_listed(server, capsys):
     assert (pinned, unpinned) == ("pinned at 3 places", "1 pins given up")
     assert "50 of 100 tokens that may be pinned, 1 places" in tiers
     assert row.split() == [r"a\x07", "host", "61", "s"]
+
+
+PROGRESS = {"state": "running", "documents": 2, "warmed": 1, "failed": 1, "refusals": 3}
+
+
+def test_documents_of_a_file_are_warmed_as_programs_have_them(server, tmp_path, capsys):
+    source = tmp_path / "handbook.jsonl"
+    source.write_text('{"id": "a", "text": "one"}\n{"id": "b", "text": "two", "version": "2"}\n')
+    server.answers["/rag/warm"] = 200, {**PROGRESS, "problem": "'b': too \x1b long"}
+    url = ["--url", server.url]
+    assert main(["warm", str(source), "--prefix", "Hi. ", *url]) == 0
+    assert server.calls[-1][1] == {
+        "prefix": "Hi. ",
+        "documents": [
+            {"id": "a", "version": "", "text": "one\n\n"},
+            {"id": "b", "version": "2", "text": "two\n\n"},
+        ],
+        "tokens_per_s": 10_000.0,
+    }
+    assert capsys.readouterr().out == (
+        "running: 1 of 2 documents, 3 times gave way to requests, "
+        "1 failed, the last one 'b': too \\x1b long\n"
+    )
+    assert main(["warm", str(source), "--ids", "b", "a", "--template", "[{text}]", *url]) == 0
+    assert [each["text"] for each in server.calls[-1][1]["documents"]] == ["[two]", "[one]"]
+    assert main(["warm", str(source), "--ids", "c", *url]) == 2
+    assert "has no document 'c'" in capsys.readouterr().err
+    assert main(["warm", str(tmp_path / "none"), *url]) == 2
+    assert main(["warm", *url]) == main(["warm", "--stop", *url]) == 0
+    assert server.calls[-1][1] is None
+
+
+def test_those_documents_of_a_trace_are_warmed_that_pay_most(server, tmp_path):
+    source, trace = tmp_path / "handbook.jsonl", tmp_path / "trace.jsonl"
+    source.write_text("".join(f'{{"id": "{name}", "text": "{name}"}}\n' for name in "abc"))
+    spans = [[("a", 0, 10)], [("b", 0, 30), ("a", 30, 40)], [("a", 0, 10)], [("c", 0, 20)]]
+    write_trace(
+        trace,
+        [
+            TraceRequest(0.0, tuple(TraceDocument(n, "", s, e) for n, s, e in documents), 50)
+            for documents in spans
+        ],
+    )
+    server.answers["/rag/warm"] = 200, {**PROGRESS, "problem": None}
+    options = ["warm", str(source), "--trace", str(trace), "--top", "2", "--url", server.url]
+    assert main(options) == 0
+    assert [each["id"] for each in server.calls[-1][1]["documents"]] == ["a", "b"]
 
 
 def test_a_refusal_is_told_with_its_reason(server, capsys):

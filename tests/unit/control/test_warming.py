@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+
+import pytest
+from unit.test_cost_model import TABLE
 
 from rag_radix.control import warming
 from rag_radix.control.warming import Busy, Progress, WarmDocument, Warming, WarmOrder, request_body
+from rag_radix.errors import ConfigError, ControlError
+from rag_radix.settings import parse_settings
 
 
 def test_a_document_that_is_refused_is_tried_again(monkeypatch):
@@ -41,3 +47,20 @@ def test_tokens_are_sent_as_tokens():
     rag = body["sampling_params"]["custom_params"]["rag"]
     assert rag["documents"] == [{"id": "a", "version": "1", "start": 3, "end": 5}]
     assert rag["unit"] == "token"
+
+
+def test_an_order_at_start_is_read_before_the_server_is_up(tmp_path):
+    path = tmp_path / "warm.json"
+
+    def start(**config):
+        warming.at_start(SimpleNamespace(radix_eviction_policy_config=config))
+
+    start()
+    with pytest.raises(ControlError, match="No such file"):
+        start(warm=str(path))
+    path.write_text("{}")
+    with pytest.raises(ControlError, match='"documents" must be an array'):
+        start(warm=str(path))
+    with pytest.raises(ConfigError, match="give the name of a file that there is"):
+        parse_settings("pgdsf", {"warm": str(tmp_path / "none")}, lambda: TABLE)
+    assert parse_settings("pgdsf", {"warm": str(path)}, lambda: TABLE).warm == str(path)

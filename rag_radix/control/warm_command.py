@@ -1,0 +1,127 @@
+"""`rag-radix warm`: which documents a server computes before anybody asks for them."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rag_radix.control.client import Client
+from rag_radix.control.warming import DEFAULT_TOKENS_PER_S
+from rag_radix.errors import ControlError, RagRadixError
+
+
+def add_warm_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        nargs="?",
+        type=Path,
+        help="an index of `rag-radix index build`, or lines of {id, text, version}; without it, "
+        "say how far warming has come",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--ids", nargs="+", metavar="ID", help="these documents, in this order")
+    which.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="those that would have saved the most prefill in a recorded trace, best first",
+    )
+    which.add_argument("--stop", action="store_true", help="leave the documents that remain")
+    parser.add_argument("--top", type=int, default=100, metavar="N", help="of --trace: so many")
+    parser.add_argument(
+        "--prefix", default="", help="what prompts begin with, up to the first document"
+    )
+    parser.add_argument("--prefix-file", type=Path, metavar="FILE", help="the same, in a file")
+    parser.add_argument(
+        "--template", help="how a document stands in a prompt (that of rag_retrieve)"
+    )
+    parser.add_argument("--tokens-per-s", type=float, default=DEFAULT_TOKENS_PER_S, metavar="N")
+
+
+def warm(client: Client, options: argparse.Namespace) -> Any:
+    """Order the documents, stop, or ask how far it is.
+
+    Raises:
+        ControlError: A source can't be read, or the server refuses.
+    """
+    if options.stop:
+        return client.delete("/rag/warm")
+    if options.source is None:
+        return client.get("/rag/warm")
+    return client.post("/rag/warm", order(options))
+
+
+def order(options: argparse.Namespace) -> dict[str, Any]:
+    """The body that orders what the options mean."""
+    from rag_radix_frontend.errors import FrontendError
+    from rag_radix_frontend.template import DEFAULT_TEMPLATE, compile_template
+
+    try:
+        render = compile_template(options.template or DEFAULT_TEMPLATE)
+        prefix = options.prefix
+        if options.prefix_file is not None:
+            prefix = options.prefix_file.read_text()
+        documents = [
+            {"id": document.id, "version": document.version, "text": render(document)}
+            for document in _chosen(options)
+        ]
+    except (FrontendError, OSError, UnicodeDecodeError) as error:
+        raise ControlError(str(error)) from None
+    return {"prefix": prefix, "documents": documents, "tokens_per_s": options.tokens_per_s}
+
+
+def _chosen(options: argparse.Namespace) -> Iterator[Any]:
+    from rag_radix_frontend.document import parse_document
+    from rag_radix_frontend.store import DocumentStore
+
+    with ExitStack() as stack:
+        if options.source.is_dir():
+            store: Any = stack.enter_context(DocumentStore(options.source))
+            by_id = store.by_id
+        else:
+            lines = options.source.read_bytes().splitlines()
+            store = [parse_document(line) for line in lines if line.strip()]
+            by_id = {document.id: document for document in store}.__getitem__
+        if options.trace is not None:
+            ids: Any = paying_most(options.trace, options.top)
+        else:
+            ids = options.ids
+        if ids is None:
+            yield from store
+            return
+        for each in ids:
+            try:
+                yield by_id(each)
+            except KeyError:
+                raise ControlError(f"{options.source} has no document {each!r}") from None
+
+
+def paying_most(trace: Path, count: int) -> list[str]:
+    """The `count` documents of a trace with the most tokens retrieved, all retrievals added up.
+
+    Raises:
+        ControlError: The trace can't be read.
+    """
+    from rag_radix.replay.trace import read_trace
+
+    tokens: Counter[str] = Counter()
+    try:
+        for request in read_trace(trace):
+            for document in request.documents:
+                tokens[document.id] += document.end - document.start
+    except RagRadixError as error:
+        raise ControlError(str(error)) from None
+    return sorted(tokens, key=lambda each: (-tokens[each], each))[:count]
+
+
+def show_progress(progress: dict[str, Any]) -> str:
+    text = f"{progress['state']}: {progress['warmed']:,} of {progress['documents']:,} documents"
+    if progress["refusals"]:
+        text += f", {progress['refusals']:,} times gave way to requests"
+    if progress["failed"]:
+        text += f", {progress['failed']:,} failed, the last one {progress['problem']}"
+    return text
