@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,9 @@ from transformers import AutoTokenizer
 
 MODEL = Path(__file__).parents[2] / ".cache" / "models" / "SmolLM2-135M-Instruct"
 OUTPUT_TOKENS = 6
+# bf16 keeps 8 bits, and a cached prefix changes the order of additions: SmolLM2's
+# log-probabilities move by up to 0.25, so two within twice that may swap.
+BF16_MARGIN = 0.5
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,14 @@ class Reference:
 def reference(server: Server, prompt: Prompt) -> Reference:
     body = prompt.body(return_logprob=True, top_logprobs_num=2, logprob_start_len=-1)
     del body["sampling_params"]["custom_params"]
-    reply = server.generate(**body)
-    best = reply["meta_info"]["output_top_logprobs"]
+    return reference_of(server.generate(**body)["meta_info"])
+
+
+def reference_of(meta_info: Mapping[str, Any]) -> Reference:
+    """The reference that an answer with its two best log-probabilities for each token is."""
     return Reference(
-        tuple(reply["output_ids"]), tuple(first[0] - second[0] for first, second in best)
+        tuple(token for _, token, _ in meta_info["output_token_logprobs"]),
+        tuple(first[0] - second[0] for first, second in meta_info["output_top_logprobs"]),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import sglang as sgl
 from e2e.cpu_server import Server, running_server
+from e2e.exactness import BF16_MARGIN, MODEL, differs, reference_of
 from e2e.tiny_model import make_tiny_llama
 from rag_radix_frontend import Document, RagEndpoint, ScoredDocument, Stage, rag_retrieve
 from rag_radix_frontend.errors import RequestAborted
@@ -251,6 +252,50 @@ def test_wrong_guesses_leave_their_documents_for_the_answer(
     after = server.get("/rag/stats")["requests"]
     assert after["requests"] == before["requests"] + 1
     assert after["documents"] == before["documents"] + 2
+
+
+@sgl.function
+def scored(s: Any, retrieve: Any, question: str) -> None:
+    s += "Passages: " + retrieve() + question
+    s += sgl.gen(
+        "answer",
+        max_tokens=12,
+        temperature=0,
+        ignore_eos=True,
+        return_logprob=True,
+        top_logprobs_num=2,
+    )
+
+
+@pytest.mark.slow
+def test_in_bf16_a_token_differs_only_where_the_two_best_were_within_the_margin() -> None:
+    rng = random.Random(5)
+    asked = [
+        Task(scored, tuple(rng.sample(DOCUMENTS, 2)), f"\nQuestion {i}: which statement?\n", False)
+        for i in range(40)
+    ]
+    flags = ["bfloat16" if flag == "float32" else flag for flag in FLAGS]
+    with running_server(MODEL, *flags) as server:
+        backend = RagEndpoint(server.url, chat_template_name="chatml", strict=True)
+
+        def answered(task: Task, retriever: Any, speculative: bool) -> Any:
+            state = task.run(backend, retriever, speculative=speculative)
+            assert state["answer"]
+            return reference_of(state.get_meta_info("answer"))
+
+        def compared(task: Task) -> str | None:
+            retriever = wandering(random.Random(task.question), task.final)
+            guessed = answered(task, retriever, True)
+            assert len(guessed.tokens) == 12
+            return differs(guessed.tokens, expected[task], margin=BF16_MARGIN)
+
+        expected = {task: answered(task, Scripted(task.final), False) for task in asked}
+        server.flush_cache()
+        with ThreadPoolExecutor(3) as pool:
+            assert [problem for problem in pool.map(compared, asked) if problem] == []
+        until(lambda: is_idle(server))
+        total = backend.retrievals()
+        assert min(total.kept, total.cancelled) > 0
 
 
 @pytest.mark.slow
