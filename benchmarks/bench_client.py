@@ -158,7 +158,8 @@ def _measure(
         start_s = time.process_time()
         for _ in range(options.retrievals):
             kept += run(search, speculative).kept
-        return 1e3 * (time.process_time() - start_s) / options.retrievals
+        spent_s = time.process_time() - start_s
+        return 1e3 * spent_s / int(options.retrievals)
 
     run(search, True)
     kept, rounds = 0, []

@@ -12,9 +12,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import ORJSONResponse
 
-app = FastAPI(default_response_class=ORJSONResponse)
+app = FastAPI()
 answer_s = 0.0
 unanswered: dict[str, asyncio.Event] = {}
 
