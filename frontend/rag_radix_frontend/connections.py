@@ -57,7 +57,7 @@ class Connections:
 
         It has `status_code`, `json()` and `text`, and with `stream` `iter_lines()` and `close()`,
         as replies of the package requests have. With `timeout_s`, the server has so long for each
-        of its steps.
+        of its steps. Behind a proxy SGLang's client is used, which knows no such limit.
 
         Raises:
             OSError: the server can't be reached or doesn't answer.
