@@ -5,11 +5,12 @@ The trees, allocators, host pools, controller and requests are SGLang's and ours
 of KV are left out. The trees are built side by side and given the same prompts in alternating
 rounds. A ratio is stock over ours: above 1, ours is faster.
 
-Timed, per request: match, load-back, lock, making room (the evictions that this request causes
-in both tiers), the checkpoint after prefill (insert, cutting at document boundaries, naming,
-counting), polling for finished copies, and the checkpoint and release at the end. Not timed:
-making the request, handing out slots, copies. Both tiers are full, so that requests evict.
-Python's garbage collector is frozen and disabled meanwhile.
+Timed, per request, are the calls that SGLang's scheduler makes of the tree: match, load-back,
+lock, the slots of what was found, making room (the evictions that this request causes in both
+tiers), the checkpoint after prefill (insert, cutting at document boundaries, naming, counting),
+polling for finished copies, and the checkpoint and release at the end. Not timed: the request
+itself, what the scheduler does with it in between, handing out slots, copies. Both tiers are
+full, so that requests evict. Python's garbage collector is frozen and disabled meanwhile.
 
 The tree holds `--nodes` documents on host, each a leaf below one template, so that the heaps and
 sets of leaves are as large as they get. A document of 1,600 tokens takes 25 kB of indices, which

@@ -26,11 +26,12 @@ _PHASES = {
     "load_back": "init_load_back",
     "evict": "evict_for_alloc",
     "host_evict": "evict_host",
-    "insert": "insert",
+    "checkpoint": "checkpoint",
     "lock": "inc_lock_ref",
     "unlock": "dec_lock_ref",
 }
-_KNOWLEDGE_PHASES = {"split_and_name": "_cut_and_name", "statistics": "_count"}
+_KNOWLEDGE_PHASES = {"insert": "_publish", "name": "_cut_and_name", "count": "_count"}
+_STOCK_PHASES = {"insert": "insert"}
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,17 @@ class _NoCopies:
     """SGLang's transfer engine without transfers: each copy is done when it is submitted."""
 
     def __init__(self) -> None:
-        self.device_to_host_stream = torch.cpu.Stream()
-        self.host_to_device_stream = torch.cpu.Stream()
-
-    @staticmethod
-    def _completion() -> Any:
         from sglang.srt.mem_cache.l2_transfer import TransferCompletion, make_timing_event_pair
 
-        start, finish, timed = make_timing_event_pair()
-        return TransferCompletion(start, finish, timed)
+        self.device_to_host_stream = torch.cpu.Stream()
+        self.host_to_device_stream = torch.cpu.Stream()
+        self._done = TransferCompletion(*make_timing_event_pair())
 
     def submit_device_to_host(self, transfers: Sequence[Any]) -> Any:
-        return self._completion()
+        return self._done
 
     def submit_host_to_device(self, transfers: Sequence[Any], **_: Any) -> Any:
-        return self._completion()
+        return self._done
 
 
 @contextmanager
@@ -198,7 +195,7 @@ class TreeDriver:
         from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
         req = self._request(prompt)
-        self._admit(req)
+        self._admit(req, self.tree)
         self._extend(req)
         checkpoint_kv_cache(req, self.tree)
         return req
@@ -232,22 +229,20 @@ class TreeDriver:
             release_kv_cache,
         )
 
-        tree, clock = self.tree, _Clock()
+        clock = _Clock()
+        tree: Any = _TimedTree(self.tree, clock)
         req = self._request(prompt)
-        with clock:
-            self._admit(req)
-            row = tree.prefix_device_indices(req)
-            evict_from_tree_cache(tree, len(prompt.tokens) - req.prefix_len)
+        self._admit(req, tree)
+        row = tree.prefix_device_indices(req)
+        evict_from_tree_cache(tree, len(prompt.tokens) - req.prefix_len)
         self._extend(req, row)
-        with clock:
-            tree.check_hicache_events()
-            checkpoint_kv_cache(req, tree)
-            evict_from_tree_cache(tree, len(prompt.output))
+        tree.check_hicache_events()
+        checkpoint_kv_cache(req, tree)
+        evict_from_tree_cache(tree, len(prompt.output))
         self._decode(req, prompt.output)
         req.finished_reason = FINISH_LENGTH(len(prompt.output))
         req.finished_len = len(prompt.output)
-        with clock:
-            release_kv_cache(req, tree, checkpoint=True)
+        release_kv_cache(req, tree, checkpoint=True)
         return Served(clock.wall_s, clock.cpu_s, req.cached_tokens_device, req.cached_tokens_host)
 
     def _request(self, prompt: Prompt) -> Any:
@@ -262,13 +257,14 @@ class TreeDriver:
         params = SamplingParams(max_new_tokens=len(prompt.output), custom_params={"rag": rag})
         return Req(next(self._rids), "", prompt.tokens, params, vocab_size=1 << 62)
 
-    def _admit(self, req: Any) -> None:
+    @staticmethod
+    def _admit(req: Any, tree: Any) -> None:
         """Match, load back what is on host, lock."""
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
-        req.init_next_round_input(self.tree)
+        req.init_next_round_input(tree)
         if req.needs_host_load_back():
-            req.host_loaded_length, req.last_node = self.tree.init_load_back(
+            req.host_loaded_length, req.last_node = tree.init_load_back(
                 InitLoadBackParams(
                     best_match_node=req.best_match_node,
                     host_hit_length=req.host_hit_length,
@@ -277,7 +273,7 @@ class TreeDriver:
             )
             req.prefix_len += req.host_loaded_length
             req.kv.cache_protected_len = req.prefix_len
-        req.lock = self.tree.lock(req.last_node)
+        req.lock = tree.lock(req.last_node)
 
     def _extend(self, req: Any, row: torch.Tensor | None = None) -> None:
         """Allocate the prompt's slots, as a prefill does."""
@@ -308,7 +304,7 @@ class TreeDriver:
     def phases(self) -> Iterator[dict[str, list[float]]]:
         """Collect the CPU seconds of each call of the tree's phases, the time of nested phases
         not included. The clocks slow the tree down: take totals elsewhere."""
-        names = _PHASES | (_KNOWLEDGE_PHASES if self.name == KNOWLEDGE else {})
+        names = _PHASES | (_KNOWLEDGE_PHASES if self.name == KNOWLEDGE else _STOCK_PHASES)
         seconds: dict[str, list[float]] = {phase: [] for phase in names}
         nested = [0.0]
         for phase, method in names.items():
@@ -320,18 +316,51 @@ class TreeDriver:
                 delattr(self.tree, method)
 
 
+class _TimedTree:
+    """A tree, the time of whose work on requests is taken: what SGLang's scheduler calls of it, not
+    what it does with its request in between.
+
+    What the tree calls of itself isn't seen here, so nothing is counted twice.
+    """
+
+    _CALLS = (
+        "match_prefix",
+        "init_load_back",
+        "lock",
+        "prefix_device_indices",
+        "evict_for_alloc",
+        "check_hicache_events",
+        "checkpoint",
+        "free_kv_row",
+        "unlock",
+        "on_release",
+    )
+
+    def __init__(self, tree: Any, clock: _Clock) -> None:
+        self._tree = tree
+        for name in self._CALLS:
+            setattr(self, name, clock.guard(getattr(tree, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tree, name)
+
+
 class _Clock:
-    """Adds up the time of the blocks it guards."""
+    """Adds up the time of the calls that it guards."""
 
     def __init__(self) -> None:
         self.wall_s = self.cpu_s = 0.0
 
-    def __enter__(self) -> None:
-        self._cpu, self._wall = time.thread_time(), time.perf_counter()
+    def guard(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            cpu, wall = time.thread_time(), time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.wall_s += time.perf_counter() - wall
+                self.cpu_s += time.thread_time() - cpu
 
-    def __exit__(self, *_: object) -> None:
-        self.wall_s += time.perf_counter() - self._wall
-        self.cpu_s += time.thread_time() - self._cpu
+        return call
 
 
 def _timed(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rag_radix.tree_observer import TreeObserver
 
 if TYPE_CHECKING:
-    from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore
+    from rag_radix.node import DocumentNode
+    from rag_radix.tree_core import KnowledgeTreeCore
 
 
 @dataclass(slots=True, eq=False)

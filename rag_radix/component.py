@@ -11,7 +11,9 @@ from rag_radix.sglang_compat import ComponentType, FullComponent
 from rag_radix.tiers import DuplicateTier, Tier
 
 if TYPE_CHECKING:
-    from rag_radix.tree_core import DocumentNode
+    import torch
+
+    from rag_radix.node import DocumentNode
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class KnowledgeComponent(FullComponent):
         freed = 0
         while freed < tokens and (node := self.duplicates.pop()) is not None:
             victims.duplicates.append(node)
-            freed += len(node.key)
-        if freed + sum(len(node.key) for node in victims.leaves) >= tokens:
+            freed += node.statistics.tokens
+        if freed + sum(node.statistics.tokens for node in victims.leaves) >= tokens:
             return victims
         self.keep(victims)
         return None
@@ -92,7 +94,7 @@ class KnowledgeComponent(FullComponent):
             if node is None:
                 break
             leaves.append(node)
-            freed += len(node.key)
+            freed += node.statistics.tokens
             chosen.add(node.id)
             parent: DocumentNode = node.parent
             if self.tree_core.is_host_leaf_without(parent, chosen):
@@ -109,41 +111,32 @@ class KnowledgeComponent(FullComponent):
             if node in self.tree_core.evictable_host_leaves:
                 self.host.offer(node)
 
-    def drive_host_eviction(
-        self,
-        num_tokens: int,
-        tracker: Any,
-        device_frees: Any,
-        host_frees: Any,
-        cache_actions: Any,
-    ) -> None:
-        """Free `num_tokens` of the host, or as many as can be."""
-        frees = (tracker, device_frees, host_frees)
-        while tracker[ComponentType.FULL] < num_tokens:
+    def evict_from_host(self, tokens: int) -> list[torch.Tensor]:
+        """Free `tokens` of the host, or as many as can be; returns the slots that are free."""
+        freed: list[torch.Tensor] = []
+        while tokens > 0:
             if (duplicate := self.duplicates.pop()) is not None:
-                self._reclaim(duplicate, *frees, cache_actions)
+                freed.append(self.tree_core.give_up_copy(duplicate))
             elif (leaf := self.host.pop()) is not None:
-                self._evict_from_host(leaf, *frees, cache_actions)
+                freed.append(self._evict_leaf(leaf))
             else:
-                return
-
-    def evict_victims(self, victims: HostVictims, tokens: int, result: Any) -> None:
-        """Let as many of `victims` leave the host as it takes to free `tokens`; what that
-        frees goes into SGLang's `result`."""
-        frees = (result.tracker, result.device_frees, result.host_frees, result.cache_actions)
-        for node in victims.duplicates:
-            self._reclaim(node, *frees)
-        for node in victims.leaves:
-            if result.tracker[ComponentType.FULL] >= tokens:
                 break
-            self._evict_from_host(node, *frees)
-        self.keep(victims)
+            tokens -= len(freed[-1])
+        return freed
 
-    def _reclaim(self, node: DocumentNode, *frees: Any) -> None:
-        self.tree_core._release_full_host_duplicate(node, *frees)
-        node.host_reclaims += 1
-        self.tree_core.rank(node)
+    def evict_victims(self, victims: HostVictims, tokens: int) -> list[torch.Tensor]:
+        """Let as many of `victims` leave the host as it takes to free `tokens`; returns the
+        slots that are free."""
+        freed = [self.tree_core.give_up_copy(node) for node in victims.duplicates]
+        tokens -= sum(len(slots) for slots in freed)
+        left = iter(victims.leaves)
+        while tokens > 0 and (leaf := next(left, None)) is not None:
+            freed.append(self._evict_leaf(leaf))
+            tokens -= leaf.statistics.tokens
+        self.keep(HostVictims(leaves=list(left)))
+        return freed
 
-    def _evict_from_host(self, node: DocumentNode, *frees: Any) -> None:
-        self.tree_core._evict_host_leaf(node, *frees)
+    def _evict_leaf(self, node: DocumentNode) -> torch.Tensor:
+        slots: torch.Tensor = self.tree_core.leave_host(node)
         self.host.record_eviction(node)
+        return slots

@@ -11,7 +11,7 @@ from rag_radix.sglang_compat import ComponentType
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
-    from rag_radix.tree_core import DocumentNode
+    from rag_radix.node import DocumentNode
 
 
 def check_integrity(tree: KnowledgeTree) -> None:
@@ -54,9 +54,9 @@ def check_integrity(tree: KnowledgeTree) -> None:
     if tree.cache_controller is not None:
         host_tokens = _count_disjoint(host_slots, "host")
         pool = tree.cache_controller.mem_pool_host
-        assert pool.available_size() + host_tokens == pool.logical_size, (
-            f"host tier: {pool.available_size()} free + {host_tokens} cached tokens "
-            f"of {pool.logical_size}"
+        free = pool.available_size() + tree.swap_out.host_slots.kept_tokens
+        assert free + host_tokens == pool.logical_size, (
+            f"host tier: {free} free + {host_tokens} cached tokens of {pool.logical_size}"
         )
 
 

@@ -7,25 +7,32 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice
 from typing import Any
 
+import torch
+
 from rag_radix.component import KnowledgeComponent
 from rag_radix.control.control import Control
 from rag_radix.counters import RequestCounters
 from rag_radix.history import Kind, PathHistories, PathHistory
 from rag_radix.integrity import check_integrity
+from rag_radix.node import UNRANKED, DocumentNode, Occurrence
 from rag_radix.recording import TraceRecorder
 from rag_radix.report import report
 from rag_radix.retrieval import Retrieval
 from rag_radix.settings import TreeSettings
 from rag_radix.sglang_compat import (
-    CacheOperation,
     ComponentType,
+    DecLockRefParams,
+    EvictResult,
+    FreeDeviceKV,
+    RadixKey,
+    TreeLock,
     UnifiedRadixCache,
     time_counter,
 )
 from rag_radix.speculation import Speculations
 from rag_radix.statistics import DocumentFrequencies
 from rag_radix.swap_out import SwapOut
-from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore, Occurrence
+from rag_radix.tree_core import KnowledgeTreeCore
 
 _FULL = ComponentType.FULL
 # Names of one node: a client may name the same tokens differently in every request.
@@ -85,6 +92,7 @@ class KnowledgeTree(UnifiedRadixCache):
 
     def _reset_full(self) -> None:
         super()._reset_full()
+        self.swap_out.host_slots.reset()
         self.control.reset()
         self.document_frequencies.clear()
         self.histories.clear()
@@ -102,14 +110,16 @@ class KnowledgeTree(UnifiedRadixCache):
     # A request's life
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """Insert what `req` has computed so far, then cut, name and count its path."""
+        """Insert what `req` has computed so far, name and count its path."""
         started = time_counter()
         retrieval = Retrieval.of(req, self.settings.max_depth)
-        locked = req.lock is not None and req.lock.node == req.last_node
-        above = self.tree_core.node_by_id(req.last_node) if locked else None
-        with self.tree_core.inserting(self._cuts(retrieval), above):
+        if req.kv_rotation_base is None:
+            nodes = self._publish(req, up_to, retrieval)
+        else:
+            # KV that ranks share out among them: SGLang decides whether it may be inserted.
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        path = self._cut_and_name(retrieval, self.tree_core.path_to(req.last_node), req)
+            nodes = self.tree_core.path_to(req.last_node)
+        path = self._cut_and_name(retrieval, nodes, req)
         self._mark_matched(path, retrieval.inserted_end, started)
         retrieval.inserted_end = max(retrieval.inserted_end, path[-1][1] if path else 0)
         retrieval.note_hits(req)
@@ -117,15 +127,49 @@ class KnowledgeTree(UnifiedRadixCache):
             retrieval.path_keys(req)
         if retrieval.counts_now(req):
             self._count(retrieval, path)
+        self._rank_uncounted(path)
         if self.is_write_back and self.settings.swap_out == "eager":
             self.swap_out.copy_ahead([node for node, _ in path])
 
-    def _cuts(self, retrieval: Retrieval) -> list[int]:
-        """Where a prompt is cut: at its documents' boundaries and at its end."""
-        positions = {retrieval.prompt_tokens}
-        for span in retrieval.kept_documents:
-            positions |= {span.start, span.end}
-        return sorted({self._page_floor(position) for position in positions})
+    def _publish(self, req: Any, up_to: int, retrieval: Retrieval) -> list[DocumentNode]:
+        """SGLang's checkpoint, for what the request has locked already: its path goes on below
+        that, cut at document boundaries, and so does its lock.
+
+        SGLang would insert the whole prompt from the root, up to three times for a request, and
+        give back and take again the lock of its path.
+
+        Returns: The nodes of its path.
+        """
+        core, kv = self.tree_core, req.kv
+        above = core.root_node.id if req.lock is None else req.lock.node
+        nodes = core.path_to(above)
+        start, end = sum(node.statistics.tokens for node in nodes), self._page_floor(up_to)
+        if start >= end:
+            return nodes
+        key = RadixKey(
+            req.full_untruncated_fill_ids[start:end], req.extra_key, cache_salt=req.cache_salt
+        )
+        row = self.req_to_token_pool.req_to_token[kv.req_pool_idx, start:end]
+        slots = row.to(torch.int64, copy=True)
+        cuts = [cut - start for cut in retrieval.cuts(core.page_size)]
+        found = core.extend(core.node_by_id(above), key, slots, cuts, req.session_id)
+        for action in found.actions:
+            self._apply_cache_action(action)
+        for first, last, known in found.known:
+            # What another request has inserted meanwhile was computed twice.
+            self._apply_cache_action(FreeDeviceKV([slots[first:last]]))
+            self.req_to_token_pool.write(
+                (kv.req_pool_idx, slice(start + first, start + last)), known
+            )
+        nodes += found.nodes
+        req.last_node = nodes[-1].id
+        req.lock = TreeLock(req.last_node, DecLockRefParams(node_id=req.last_node))
+        kv.cache_protected_len = end
+        kv.cache_inserted_len = max(kv.cache_inserted_len, end)
+        return nodes
+
+    def _kept_bounds(self, retrieval: Retrieval) -> list[tuple[int, int]]:
+        return retrieval.bounds(self.tree_core.page_size)[: len(retrieval.kept_documents)]
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -167,7 +211,7 @@ class KnowledgeTree(UnifiedRadixCache):
 
     @staticmethod
     def _with_ends(nodes: list[DocumentNode]) -> list[tuple[DocumentNode, int]]:
-        return list(zip(nodes, accumulate(len(node.key) for node in nodes), strict=True))
+        return list(zip(nodes, accumulate(node.statistics.tokens for node in nodes), strict=True))
 
     def _cut_and_name(
         self, retrieval: Retrieval, nodes: list[DocumentNode], req: Any
@@ -179,14 +223,14 @@ class KnowledgeTree(UnifiedRadixCache):
         """
         # What a retracted request had cut may have left the tree before it ran again.
         since = 0 if req.retracted_stain else retrieval.inserted_end
-        spans = [
-            (self._page_floor(span.start), self._page_floor(span.end), index)
-            for index, span in enumerate(retrieval.kept_documents)
-        ]
-        cuts = iter([cut for start, end, _ in spans for cut in (start, end) if cut > since])
+        documents = retrieval.annotation.documents
+        if not documents or documents[-1].end <= since:
+            return self._with_ends(nodes)
+        spans = self._kept_bounds(retrieval)
+        cuts = iter([cut for bounds in spans for cut in bounds if cut > since])
         path, start, cut = [], 0, next(cuts, None)
         for node in nodes:
-            end = start + len(node.key)
+            end = start + node.statistics.tokens
             while cut is not None and cut < end:
                 if cut > start:
                     path.append((self._split(node, cut - start), cut))
@@ -195,18 +239,21 @@ class KnowledgeTree(UnifiedRadixCache):
             path.append((node, end))
             start = end
         ends = {end: node for node, end in path}
-        for first, last, index in spans:
+        for index, (first, last) in enumerate(spans):
             # A document within one page has no node of its own.
             if since < last <= start and first < last:
                 document = retrieval.document_key(index)
                 self._name(ends[last], Occurrence(document, last - first))
                 self.control.named(ends[last], document)
-        documents = retrieval.annotation.documents
-        unmarked = [i for first, last, i in spans if first == last or first < start < last]
+        unmarked = [
+            index
+            for index, (first, last) in enumerate(spans)
+            if first == last or first < start < last
+        ]
         for index in (*unmarked, *range(len(spans), len(documents))):
             document, span = retrieval.document_key(index), documents[index]
             for node, end in path:
-                overlaps = end > span.start and end - len(node.key) < span.end
+                overlaps = end > span.start and end - node.statistics.tokens < span.end
                 if overlaps and document not in node.unmarked_documents:
                     node.unmarked_documents = (*node.unmarked_documents, document)
         return path
@@ -236,9 +283,20 @@ class KnowledgeTree(UnifiedRadixCache):
             if end > inserted_end and node.creation_time <= started:
                 node.matched = True
 
+    def _rank_uncounted(self, path: list[tuple[DocumentNode, int]]) -> None:
+        """Rank the nodes of `path` that are new and that `count` has passed over."""
+        for node, _ in path:
+            if node.ranks[0] is UNRANKED:
+                self.tree_core.rank(node)
+
     def _count(self, retrieval: Retrieval, path: list[tuple[DocumentNode, int]]) -> None:
         """Count the nodes of `path` that belong to the prompt and aren't counted yet, or have
-        left the tree since."""
+        left the tree since.
+
+        Args:
+            path: The path's nodes, each with the prompt position where it ends.
+        """
+        core = self.tree_core
         hit = retrieval.hits.total
         new_tokens = max(retrieval.prompt_tokens - hit, 1)
         cost = self.settings.prefill_cost(hit, new_tokens)
@@ -246,7 +304,7 @@ class KnowledgeTree(UnifiedRadixCache):
             retrieval.counted = True
             if self._recorder is not None:
                 retrieval.counted_at_s = self._recorder.now_s()
-            now = self.tree_core.advance()
+            now = core.advance()
             if self.settings.policy.uses_history:
                 self.histories.model.advance(now)
             self.counters.requests += 1
@@ -256,9 +314,9 @@ class KnowledgeTree(UnifiedRadixCache):
             if hit:
                 whole = self.settings.prefill_cost(0, retrieval.prompt_tokens)
                 self.counters.saved_prefill_s += max(whole - cost, 0.0)
-        spans = retrieval.kept_documents
+        starts = [start for start, _ in self._kept_bounds(retrieval)]
         for node, end in path:
-            start = end - len(node.key)
+            start = end - node.statistics.tokens
             if end > retrieval.prompt_tokens:
                 self._note_output(node, start)
                 continue
@@ -266,10 +324,10 @@ class KnowledgeTree(UnifiedRadixCache):
                 continue
             statistics = node.statistics
             statistics.frequency += 1
-            statistics.last_access = self.tree_core.access_time
+            statistics.last_access = core.access_time
             self._count_documents(retrieval, start)
-            index = bisect_right(spans, start, key=lambda span: self._page_floor(span.start)) - 1
-            if index >= 0 and end <= spans[index].end:
+            index = bisect_right(starts, start) - 1
+            if index >= 0 and end <= retrieval.kept_documents[index].end:
                 statistics.document_frequency = max(
                     statistics.document_frequency, retrieval.document_counts[index]
                 )
@@ -279,7 +337,7 @@ class KnowledgeTree(UnifiedRadixCache):
                 statistics.add_cost(cost, new_tokens)
             elif statistics.cost_samples == 0:
                 self._add_cost_alone(node, start)  # computed by a request that didn't count
-            self.tree_core.rank(node)
+            core.rank(node)
             retrieval.counted_end = max(retrieval.counted_end, end)
         retrieval.counted_at = time_counter()
         if retrieval.inserted_end >= self._page_floor(retrieval.prompt_tokens):
@@ -307,18 +365,20 @@ class KnowledgeTree(UnifiedRadixCache):
             self.tree_core.rank(node)
 
     def _add_cost_alone(self, node: DocumentNode, start: int) -> None:
-        tokens = len(node.key)
+        tokens = node.statistics.tokens
         node.statistics.add_cost(self.settings.prefill_cost(start, tokens), tokens)
 
     def _count_documents(self, retrieval: Retrieval, position: int) -> None:
         """Count the documents that begin up to `position` and aren't counted yet."""
-        spans = retrieval.annotation.documents
-        while (index := len(retrieval.document_counts)) < len(spans):
-            if self._page_floor(spans[index].start) > position:
+        bounds = retrieval.bounds(self.tree_core.page_size)
+        while (index := len(retrieval.document_counts)) < len(bounds):
+            start, end = bounds[index]
+            if start > position:
                 return
-            document, end = retrieval.document_key(index), self._page_floor(spans[index].end)
-            if end <= spans[index].start:
-                end = spans[index].end  # it lies within a page, which belongs to what follows
+            span = retrieval.annotation.documents[index]
+            if end <= span.start:
+                end = span.end  # it lies within a page, which belongs to what follows
+            document = retrieval.document_key(index)
             retrieval.document_counts.append(self.document_frequencies.record(document))
             if self.settings.policy.uses_history and index < len(retrieval.kept_documents):
                 path = retrieval.keys[index]
@@ -337,6 +397,13 @@ class KnowledgeTree(UnifiedRadixCache):
 
     # Eviction
 
+    def evict_for_alloc(
+        self, params: Any, *, allocation_reclaim_satisfied: None = None
+    ) -> EvictResult:
+        """What an allocation lacks is what has to leave: there are no other kinds of cache that
+        could give it, or that share their memory."""
+        return self.evict(params)
+
     def _evict_components(
         self,
         request_by_type: dict[Any, int],
@@ -345,25 +412,10 @@ class KnowledgeTree(UnifiedRadixCache):
         *,
         allocation_reclaim_satisfied: None = None,
     ) -> None:
-        """In place of SGLang's walk, whose victims would wait for their copies one by one.
-
-        What it gives beside `request_by_type` says the same for a single tier: by how much the
-        allocator is to grow. A condition of its own it has only where tiers share their memory,
-        for models that are refused at start-up.
-        """
+        """In place of SGLang's walk, whose victims would wait for their copies one by one."""
         if self.settings.policy.uses_history:
             self._foresee()
         self.swap_out.make_room(tracker, request_by_type[_FULL])
-
-    def _execute_kv_backup(
-        self, node_id: int, device_value: Any, comp_xfers: Any, sidecar_xfers: Any
-    ) -> Any:
-        """SGLang's, which only queues the copy, with slots that have just become free."""
-        slots = self.swap_out.host_slots.take(len(device_value))
-        if slots is None:
-            return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
-        self.cache_controller.write_queue.append(CacheOperation(slots, device_value, node_id))
-        return slots
 
     def _foresee(self) -> None:
         """Note which paths the waiting requests are going to use."""

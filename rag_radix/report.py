@@ -75,11 +75,12 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
     }
     if host is not None:
         pool = host.mem_pool_host
+        free = tree.swap_out.host_slots.available_tokens
         state["host"] = {
             "capacity_tokens": pool.logical_size,
             "capacity_bytes": pool.logical_size * pool.size_per_token,
-            "cached_tokens": pool.logical_size - pool.available_size(),
-            "free_tokens": pool.available_size(),
+            "cached_tokens": pool.logical_size - free,
+            "free_tokens": free,
             "documents": len(host_documents),
             "clock": component.host.clock.evicted,
             "evicted_nodes": component.host.evicted_nodes,

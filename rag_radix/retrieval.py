@@ -67,6 +67,9 @@ class Retrieval:
     document_counts: list[int] = field(default_factory=list)
     histories: list[PathHistory] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    _bounds: list[tuple[int, int]] = field(default_factory=list)
+    _cuts: list[int] = field(default_factory=list)
+    _document_keys: list[DocumentKey] = field(default_factory=list)
 
     @classmethod
     def of(cls, req: Any, max_depth: int | None) -> Retrieval:
@@ -100,9 +103,32 @@ class Retrieval:
         device, host = req.cached_tokens_device, req.cached_tokens_host
         self.hits = Hits(device, host, device + host + req.cached_tokens_storage)
 
+    def bounds(self, page_size: int) -> list[tuple[int, int]]:
+        """By document: where it begins and ends, rounded down to pages of `page_size`, which
+        doesn't change."""
+        if not self._bounds:
+            self._bounds += [
+                (span.start // page_size * page_size, span.end // page_size * page_size)
+                for span in self.annotation.documents
+            ]
+        return self._bounds
+
+    def cuts(self, page_size: int) -> list[int]:
+        """Where the prompt is cut into nodes: at its documents' boundaries and at its end,
+        likewise."""
+        if not self._cuts:
+            kept = self.bounds(page_size)[: len(self.kept_documents)]
+            end = self.prompt_tokens // page_size * page_size
+            self._cuts += sorted({end, *(cut for bounds in kept for cut in bounds)})
+        return self._cuts
+
     def document_key(self, index: int) -> DocumentKey:
-        span = self.annotation.documents[index]
-        return DocumentKey(span.id, span.version, self.extra_key, self.cache_salt)
+        if not self._document_keys:
+            self._document_keys += [
+                DocumentKey(span.id, span.version, self.extra_key, self.cache_salt)
+                for span in self.annotation.documents
+            ]
+        return self._document_keys[index]
 
     def path_keys(self, req: Any) -> list[bytes]:
         """By document that gets a node of its own: identifies the prompt up to its end, in

@@ -10,12 +10,28 @@ from typing import Any
 
 from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.managers.cache_controller import CacheOperation
-from sglang.srt.mem_cache.base_prefix_cache import InsertResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictResult,
+    IncLockRefResult,
+    MatchResult,
+    TreeLock,
+)
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
-from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV, FreeComponentDeviceSlot
-from sglang.srt.mem_cache.unified_cache.components import ComponentType, FullComponent
+from sglang.srt.mem_cache.unified_cache.cache_action import (
+    BackupKV,
+    FreeComponentDeviceSlot,
+    FreeDeviceKV,
+)
+from sglang.srt.mem_cache.unified_cache.components import (
+    ComponentData,
+    ComponentType,
+    FullComponent,
+    get_and_increase_time_counter,
+)
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
     register_tree_core_backend,
     registered_tree_core_backends,
@@ -24,12 +40,10 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
     UnifiedTreeCore,
     UnifiedTreeNode,
 )
-from sglang.srt.mem_cache.unified_cache.unified_tree_core import _InsertPhase as InsertPhase
-from sglang.srt.mem_cache.unified_cache.unified_tree_core import (
-    _InsertWalkState as InsertWalkState,
-)
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import DriveHostEvictionResult
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.unified_radix_cache import _OngoingWriteThrough as OngoingCopy
+from sglang.srt.mem_cache.utils import compute_node_hash_values
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from rag_radix.errors import IncompatibleSGLangError
@@ -38,20 +52,27 @@ __all__ = [
     "SGLANG_VERSION",
     "BackupKV",
     "CacheOperation",
+    "ComponentData",
     "ComponentType",
+    "DecLockRefParams",
+    "DecLockRefResult",
     "DriveHostEvictionResult",
+    "EvictResult",
     "FreeComponentDeviceSlot",
+    "FreeDeviceKV",
     "FullComponent",
     "HostKVCache",
-    "InsertPhase",
-    "InsertResult",
-    "InsertWalkState",
+    "IncLockRefResult",
+    "MatchResult",
+    "OngoingCopy",
     "RadixKey",
     "StorageMedium",
+    "TreeLock",
     "UnifiedRadixCache",
     "UnifiedTreeCore",
     "UnifiedTreeNode",
     "check_sglang",
+    "compute_node_hash_values",
     "create_unified_radix_cache",
     "device_bytes_per_token",
     "is_finished_unaborted",
@@ -84,8 +105,9 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "check_hicache_events": ("self",),
             "_reset_full": ("self",),
             "_apply_eviction_result": ("self", "result"),
-            "_accumulate_tracker": ("self", "tracker", "delta"),
             "_apply_cache_action": ("self", "action"),
+            "evict": ("self", "params"),
+            "evict_for_alloc": ("self", "params", "allocation_reclaim_satisfied"),
             "_evict_components": (
                 "self",
                 "request_by_type",
@@ -94,16 +116,17 @@ _SURFACE: dict[str, tuple[str, ...]] = {
                 "allocation_reclaim_satisfied",
             ),
             "_execute_and_commit_kv_backup": ("self", "action", "write_back"),
-            "_execute_kv_backup": (
-                "self",
-                "node_id",
-                "device_value",
-                "comp_xfers",
-                "sidecar_xfers",
-            ),
             "writing_check": ("self", "write_back", "finish_count"),
         }.items()
     },
+    "sglang.srt.mem_cache.events:KVCacheEventRecorder.record_remove": ("self", "node", "medium"),
+    "sglang.srt.mem_cache.events:KVCacheEventRecorder.record_store": (
+        "self",
+        "node",
+        "medium",
+        "session_id",
+    ),
+    "sglang.srt.mem_cache.utils:compute_node_hash_values": ("node", "page_size"),
     **{
         f"sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore.{name}": parameters
         for name, parameters in {
@@ -144,19 +167,14 @@ _SURFACE: dict[str, tuple[str, ...]] = {
                 "host_frees",
                 "cache_actions",
             ),
-            "begin_insert": ("self", "params"),
+            "match_prefix": ("self", "params"),
+            "inc_lock_ref": ("self", "node_id", "skip_lock_components"),
+            "dec_lock_ref": ("self", "node_id", "params", "skip_swa"),
+            "_assert_receipt_anchor": ("node", "params"),
+            "_unevict_node_on_insert": ("self", "node", "fresh_value", "session_id"),
+            "_unregister_node": ("self", "node"),
             "insert_host": ("self", "node_id", "key", "host_value", "hash_value"),
-            "_advance_insert": ("self",),
-            "demote": ("self", "node_id"),
             "finish_write_through": ("self", "node_ids", "ack_id"),
-            "_evict_host_leaf": (
-                "self",
-                "node",
-                "tracker",
-                "device_frees",
-                "host_frees",
-                "cache_actions",
-            ),
             "_collect_all_nodes": ("self",),
             "commit_backup": ("self", "node_id", "host_indices", "comp_xfers"),
             "commit_load_back": ("self", "node_id", "device_indices", "kv_xfer", "comp_xfers"),
@@ -171,14 +189,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "__init__": ("self", "cache", "params"),
             "reclaimable_value_len": ("self", "node"),
             "redistribute_on_node_split": ("self", "new_parent", "child"),
-            "drive_host_eviction": (
-                "self",
-                "num_tokens",
-                "tracker",
-                "device_frees",
-                "host_frees",
-                "cache_actions",
-            ),
+            "free_host_values": ("self", "host_values"),
         }.items()
     },
 }
@@ -218,8 +229,6 @@ def check_sglang() -> None:
 
 def time_counter() -> int:
     """SGLang's logical clock, advanced; nodes made from now on are younger."""
-    from sglang.srt.mem_cache.unified_cache.components import get_and_increase_time_counter
-
     return get_and_increase_time_counter()  # type: ignore[no-any-return]
 
 

@@ -10,14 +10,15 @@ from rag_radix.component import HostVictims
 from rag_radix.host_slots import HostSlots
 from rag_radix.sglang_compat import (
     BackupKV,
+    CacheOperation,
     ComponentType,
-    DriveHostEvictionResult,
     FreeComponentDeviceSlot,
+    OngoingCopy,
 )
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
-    from rag_radix.tree_core import DocumentNode
+    from rag_radix.node import DocumentNode
 
 _FULL = ComponentType.FULL
 # Of the device tier: what may be locked by copies that were begun ahead of eviction.
@@ -34,7 +35,8 @@ class SwapOut:
     def __init__(self, tree: KnowledgeTree) -> None:
         self._tree = tree
         self._leaving: list[torch.Tensor] = []  # device slots that a copy may still read
-        self._copies = 0  # begun in this walk
+        self._begun: list[tuple[DocumentNode, torch.Tensor]] = []  # copies and what they read
+        self._waits = False  # for copies that SGLang has begun in this walk
         self.host_slots = HostSlots(tree)
 
     def make_room(self, evicted: dict[Any, int], tokens: int) -> None:
@@ -47,21 +49,19 @@ class SwapOut:
         try:
             self._evict_leaves(evicted, tokens)
             if evicted[_FULL] < tokens and self._locks():
+                self._submit()
                 self._tree.wait_for_copies()
                 self._evict_leaves(evicted, tokens)
         finally:
-            self.host_slots.give_back()
             self._settle()
+            self.host_slots.give_back()
 
     def _evict_leaves(self, evicted: dict[Any, int], tokens: int) -> None:
-        tree, device = self._tree, self._tree.component.device
+        device = self._tree.component.device
         declined = []
         while evicted[_FULL] < tokens and (node := device.pop()) is not None:
-            result = self._evict(node)
-            self._leaving += result.device_frees.pop(_FULL, ())
-            tree._apply_eviction_result(result)
-            if result.tracker:
-                evicted[_FULL] += result.tracker[_FULL]
+            if freed := self._evict(node):
+                evicted[_FULL] += freed
                 device.record_eviction(node)
             else:
                 declined.append(node)
@@ -69,26 +69,43 @@ class SwapOut:
         for node in declined:
             device.offer(node)
 
-    def _evict(self, node: DocumentNode) -> Any:
+    def _evict(self, node: DocumentNode) -> int:
         """Let `node`, a device leaf, leave the device: kept on host if it is there or if the
         copy is worth it and there is room, dropped with what hangs below it otherwise. It stays
         when something below is in use.
 
-        Returns: What is free then, as SGLang's result.
+        Returns: The device tokens that are free then.
         """
         tree = self._tree
         is_unused_tail = node.is_tail and not node.matched
         if node.backuped or (
             tree.is_write_back and not is_unused_tail and self._copy(node, ahead=False)
         ):
-            return tree.tree_core.demote(node.id)
-        if node.children and self._copies:
+            self._leaving.append(tree.tree_core.leave_device(node))
+            return node.statistics.tokens
+        freed = self._drop_all(node) if node.children else self._drop(node)
+        if freed and is_unused_tail:
+            tree.counters.dropped_tail_nodes += 1
+            tree.counters.dropped_tail_tokens += node.statistics.tokens
+        return freed
+
+    def _drop(self, node: DocumentNode) -> int:
+        slots = self._tree.tree_core.drop(node)
+        if slots is None:
+            return 0
+        self._leaving.append(slots)
+        return node.statistics.tokens
+
+    def _drop_all(self, node: DocumentNode) -> int:
+        """Drop `node` and what hangs below it on host."""
+        tree = self._tree
+        if self._begun or self._waits:
             self._settle()  # a node below that is just being copied couldn't be dropped
         result = tree.tree_core.drop_subtree_no_host(node.id)
-        if result.is_dropped and is_unused_tail:
-            tree.counters.dropped_tail_nodes += 1
-            tree.counters.dropped_tail_tokens += len(node.key)
-        return result
+        self._leaving += result.device_frees.pop(_FULL, ())
+        tree._apply_eviction_result(result)
+        tokens: int = result.tracker.get(_FULL, 0)
+        return tokens
 
     def copy_ahead(self, path: list[DocumentNode]) -> None:
         """Begin to copy the documents of `path` that have no host copy, parents first, and of
@@ -98,10 +115,11 @@ class SwapOut:
             for node in path:
                 if node.backuped or (node.is_tail and not node.matched):
                     continue
-                if self._tokens_in_flight() + len(node.key) > limit:
+                if self._tokens_in_flight() + node.statistics.tokens > limit:
                     return
                 self._copy(node, ahead=True)
         finally:
+            self._submit()
             self.host_slots.give_back()
 
     def _locks(self) -> bool:
@@ -112,18 +130,18 @@ class SwapOut:
     def _tokens_in_flight(self) -> int:
         core = self._tree.tree_core
         return sum(
-            len(core.node_by_id(node_id).key)
+            core.node_by_id(node_id).statistics.tokens
             for copy in self._tree.ongoing_write_through.values()
             for node_id in copy.publish_node_ids
         )
 
     def _copy(self, node: DocumentNode, *, ahead: bool) -> bool:
         """Begin to copy `node`; False when it isn't worth it or there is no room."""
-        tree, component = self._tree, self._tree.component
-        tokens = len(node.key)
-        if tokens > self.host_slots.capacity_tokens:
+        tree, component, host_slots = self._tree, self._tree.component, self.host_slots
+        tokens = node.statistics.tokens
+        if tokens > host_slots.capacity_tokens:
             return False
-        missing = tokens - self.host_slots.available_tokens
+        missing = tokens - host_slots.available_tokens
         victims = component.choose_host_victims(missing) if missing > 0 else HostVictims()
         if victims is None:
             return False
@@ -137,21 +155,46 @@ class SwapOut:
             tree.counters.refused_nodes += 1
             tree.counters.refused_tokens += tokens
             return False
+        are_alike = host_slots.are_alike
         if missing > 0:
-            result = DriveHostEvictionResult()
-            component.evict_victims(victims, missing, result)
-            self.host_slots.keep(result.host_frees)
-            tree._apply_eviction_result(result)
-        action = BackupKV(node_ids=[node.id])
-        tree._execute_and_commit_kv_backup(action, write_back=not ahead)
-        self._copies += not ahead
+            freed = component.evict_victims(victims, missing)
+            if are_alike:
+                host_slots.keep(freed)
+            else:
+                component.free_host_values(freed)
+        if are_alike:
+            self._begin(node, ahead=ahead)
+            return True
+        tree._execute_and_commit_kv_backup(BackupKV(node_ids=[node.id]), write_back=not ahead)
+        self._waits |= not ahead
         return bool(node.backuped)
+
+    def _begin(self, node: DocumentNode, *, ahead: bool) -> None:
+        tree = self._tree
+        slots = node.component_data[_FULL].value
+        tree.tree_core.begin_copy(node)
+        lock = tree.inc_lock_ref(node.id).to_dec_params() if ahead else None
+        tree.ongoing_write_through[node.id] = OngoingCopy(node.id, lock, [node.id])
+        self.host_slots.promise(node.statistics.tokens)
+        self._begun.append((node, slots))
+
+    def _submit(self) -> None:
+        """Queue the copies that were begun, as one."""
+        if self._begun:
+            nodes, device_slots = zip(*self._begun, strict=True)
+            self._begun = []
+            slots = self.host_slots.take()
+            self._tree.tree_core.copies_to(nodes, slots)
+            copy = CacheOperation(slots, torch.cat(device_slots), nodes[0].id)
+            copy.node_ids = [node.id for node in nodes]
+            self._tree.cache_controller.write_queue.append(copy)
 
     def _settle(self) -> None:
         """Wait for the copies of this walk and give the slots of its victims back."""
-        if self._copies:
+        if self._begun or self._waits:
+            self._submit()
             self._tree.wait_for_copies()
-        slots, self._leaving, self._copies = self._leaving, [], 0
+        slots, self._leaving, self._waits = self._leaving, [], False
         if slots:
             self._tree._apply_cache_action(
                 FreeComponentDeviceSlot([torch.cat(slots)], component_type=_FULL)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rag_radix.policies.base import Clock, Rank, ReplacementPolicy, TierName
 
 if TYPE_CHECKING:
-    from rag_radix.tree_core import DocumentNode
+    from rag_radix.node import DocumentNode
 
 _STALE_ENTRIES_KEPT = 128
 
@@ -39,6 +39,11 @@ class Tier:
         self.name = name
         self._policy = policy
         self._is_evictable = is_evictable
+        # Whether a rank is the last word until the node's next use.
+        self._is_settled = (
+            type(policy).rank is ReplacementPolicy.rank
+            and type(policy).foreseen is ReplacementPolicy.foreseen
+        )
         self.clock = Clock(tier=name)
         self.evicted_nodes = 0
         self.evicted_tokens = 0
@@ -105,6 +110,13 @@ class Tier:
 
     def pop(self) -> DocumentNode | None:
         """Take the evictable node of the lowest priority, or None when there is none."""
+        if self._is_settled:
+            while self._heap:
+                entry = heapq.heappop(self._heap)
+                if self._is_current(entry):
+                    entry[2].offered[self.name] = None
+                    return entry[2]
+            return None
         self._rank_expired()
         best: DocumentNode | None = None
         bound = (math.inf, 0)
@@ -141,7 +153,7 @@ class Tier:
     def record_eviction(self, node: DocumentNode) -> None:
         self.clock.evicted = max(self.clock.evicted, node.ranks[self.name].priority)
         self.evicted_nodes += 1
-        self.evicted_tokens += len(node.key)
+        self.evicted_tokens += node.statistics.tokens
 
     def reset(self, now: int) -> None:
         """Forget all candidates and set the clock back, as after a flush at time `now`."""

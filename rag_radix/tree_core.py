@@ -1,102 +1,44 @@
-"""The tree's nodes, and what inserting, splitting and copying does to their statistics."""
+"""The tree itself: what matching, inserting and splitting do to its nodes and their statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rag_radix.component import KnowledgeComponent
-from rag_radix.policies.base import Rank, TierName
-from rag_radix.sglang_compat import (
-    ComponentType,
-    DriveHostEvictionResult,
-    InsertPhase,
-    InsertResult,
-    InsertWalkState,
-    StorageMedium,
-    UnifiedTreeCore,
-    UnifiedTreeNode,
-)
-from rag_radix.statistics import DocumentKey, NodeStatistics
-from rag_radix.tree_observer import TreeObserver
+import torch
+
+from rag_radix.node import DocumentNode
+from rag_radix.sglang_compat import ComponentType, MatchResult, RadixKey, compute_node_hash_values
+from rag_radix.tier_moves import TierMoves
 
 _FULL = ComponentType.FULL
-_UNRANKED = Rank(0.0, 0.0)
 
 
-class Occurrence(NamedTuple):
-    """A document that ends where its node ends, and begins `tokens` before."""
-
-    document: DocumentKey
-    tokens: int
-
-
-class DocumentNode(UnifiedTreeNode):
-    """A run of tokens at its place in the tree: a document, a part of one, or a tail.
-
-    A document occurrence is a chain of nodes, since documents that begin alike share a head
-    and chunked prefill inserts piece by piece; only the chain's last node names it.
+class Extension(NamedTuple):
+    """How a path went on.
 
     Attributes:
-        statistics: Use of this node.
-        occurrences: Documents that end here; several, the last named kept, when ids differ but
-            tokens agree.
-        is_tail: No document has ended here or below: a question, an output, an unannotated
-            prompt. Once text has become part of a document's path it stays so.
-        matched: A later request has used the node or built on it.
-        host_copies: Copies to host made of this node's KV since it was inserted.
-        host_reclaims: Times its host copy was given up while it was on the device.
-        ranks: By `TierName`.
-        offered: By `TierName`, the rank of the tier's live heap entry, if any.
-        unmarked_documents: Documents that lie here, in part or whole, and had no node at their
-            end when this was noted: those beyond `max_depth`, those within a page, and those of
-            which only a part was computed.
-        names_forgotten: Whether more documents end here than `occurrences` keeps.
-        on_device: Whether it counts among its parent's `device_children`.
-        device_children: Children whose KV is on the device.
+        nodes: What it goes on with, locked once.
+        known: Half-open spans of the key that the device had already, and their slots there.
+        actions: SGLang's, to be applied.
     """
 
-    def __init__(self, tree_components: Any, priority: int = 0) -> None:
-        super().__init__(tree_components, priority)
-        self.statistics = NodeStatistics()
-        self.occurrences: tuple[Occurrence, ...] = ()
-        self.is_tail = True
-        self.matched = False
-        self.host_copies = 0
-        self.host_reclaims = 0
-        self.ranks = [_UNRANKED] * len(TierName)
-        self.offered: list[Rank | None] = [None] * len(TierName)
-        self.unmarked_documents: tuple[DocumentKey, ...] = ()
-        self.names_forgotten = False
-        self.on_device = False
-        self.device_children = 0
+    nodes: list[DocumentNode]
+    known: list[tuple[int, int, torch.Tensor]]
+    actions: list[Any]
 
 
-class KnowledgeTreeCore(UnifiedTreeCore):
+class KnowledgeTreeCore(TierMoves):
     """SGLang's Python tree core with document nodes.
 
     Attributes:
         access_time: Logical time: retrievals served so far.
-        swapped_out_nodes, swapped_out_tokens: Copied from device to host.
-        loaded_back_tokens: Copied from host to device.
         splits: Nodes cut in two.
-        observer: Hears of what changes cached prefixes.
     """
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
-        self._component: KnowledgeComponent = components[ComponentType.FULL]
-        self._reclaims_duplicates = self._component.policy.reclaims_duplicates
         self.access_time = 0
-        self.swapped_out_nodes = 0
-        self.swapped_out_tokens = 0
-        self.loaded_back_tokens = 0
         self.splits = 0
-        self.observer = TreeObserver()
-        self._cuts: Sequence[int] = ()
-        self._above: DocumentNode | None = None
-        self._above_tokens = 0
         super().__init__(params, components)
 
     def reset(self) -> None:
@@ -110,10 +52,6 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         for tier in self._component.tiers:
             tier.clock.now = self.access_time
         return self.access_time
-
-    def is_registered(self, node: DocumentNode) -> bool:
-        """Whether `node` is still part of the tree."""
-        return node.id in self._node_arena
 
     def has_node(self, node_id: int) -> bool:
         """Whether a node with this id is still part of the tree; ids are never used again."""
@@ -133,37 +71,6 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         path.reverse()
         return path
 
-    def split(self, node: DocumentNode, tokens: int) -> tuple[DocumentNode, Any]:
-        """Cut `node` after `tokens`; return the new upper half and SGLang's action, if any.
-
-        `node` keeps its id, locks and place at the bottom. Nothing is freed or copied.
-        """
-        return self._split_node(node.key, node, tokens)
-
-    def is_reclaimable(self, node: DocumentNode) -> bool:
-        """Whether the host copy of `node` can be given up because the device has its KV."""
-        return self._can_reclaim_full_host_duplicate(node) and self.is_registered(node)
-
-    def rank(self, node: DocumentNode) -> None:
-        """Rank `node` by its present statistics and clocks, in every tier; on host once it has
-        a copy there."""
-        for tier in self._component.tiers:
-            tier.clock.observe(node.statistics)
-            if tier.name is not TierName.HOST or node.backuped:
-                tier.rank(node)
-        self.offer(node)
-
-    def offer(self, node: DocumentNode) -> None:
-        """Let `node` be a candidate at its present ranks wherever it may leave."""
-        if node in self.evictable_device_leaves:
-            self._component.device.offer(node)
-        if node in self.evictable_host_leaves:
-            self._component.host.offer(node)
-        if self._reclaims_duplicates and self._can_reclaim_full_host_duplicate(node):
-            self._component.duplicates.offer(node)
-
-    # Control
-
     def hide(self, node: DocumentNode, key: Any) -> None:
         """Let no prompt find `node` and what is below it: from now on it has `key`, the same
         tokens in a namespace of its own."""
@@ -172,44 +79,41 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         node.key = key
         children[key.child_key(self.page_size)] = node
 
-    @staticmethod
-    def is_in_use(node: DocumentNode) -> bool:
-        """Whether a request, a copy or a load needs the KV of `node`."""
-        data = node.component_data[_FULL]
-        return (
-            data.lock_ref > 0
-            or data.host_lock_ref > 0
-            or node.write_through_pending_id is not None
-            or node.load_back_pending_id is not None
+    # Matching
+
+    def match_prefix(self, params: Any) -> MatchResult:
+        """SGLang's, for one component; uses are counted elsewhere, so it leaves no traces but a
+        cut where a prompt leaves a node."""
+        key, page_size = params.key, self.page_size
+        length = len(key) // page_size * page_size
+        node = device_node = self.root_node
+        position = device_tokens = 0
+        actions = []
+        while position < length:
+            child = node.children.get(key.child_key_at(position, page_size))
+            if child is None:
+                break
+            matched = child.key.match_at(key, position, page_size=page_size)
+            if matched < child.statistics.tokens:
+                child, action = self._split_node(child.key, child, matched)
+                actions = [action] if action is not None else []
+                length = position + matched
+            node = child
+            position += matched
+            if node.component_data[_FULL].value is not None:
+                device_node, device_tokens = node, position
+        return MatchResult(
+            device_prefix_len=device_tokens,
+            last_device_node=device_node.id,
+            last_host_node=node.id,
+            best_match_node=node.id,
+            host_hit_length=position - device_tokens,
+            full_kv_hit_length=position,
+            last_visited_node_id=node.id if node is not self.root_node else None,
+            cache_actions=actions,
         )
 
-    def drop_unused(self, nodes: Sequence[DocumentNode], result: Any) -> list[DocumentNode]:
-        """Drop those of `nodes`, parents before their children, that neither are in use nor
-        have a node below that stays.
-
-        Args:
-            result: What that frees goes into SGLang's result.
-        """
-        dropped = []
-        for node in reversed(nodes):
-            if node.children or self.is_in_use(node):
-                continue
-            if node.on_device and node.backuped:
-                self.kv_events.record_remove(node, medium=StorageMedium.CPU)
-            self._release_all_component_layers(
-                node,
-                StorageMedium.GPU if node.on_device else StorageMedium.CPU,
-                result.tracker,
-                result.device_frees,
-                result.host_frees,
-                cache_actions=result.cache_actions,
-            )
-            self._remove_leaf_from_parent(node)
-            self._update_evictable_leaf_sets(node.parent)
-            dropped.append(node)
-        return dropped
-
-    # What happens to a node's statistics, and where SGLang lets us see it happen.
+    # Inserting
 
     def _new_node(self, priority: int = 0) -> DocumentNode:
         node = DocumentNode(self.component_types, priority)
@@ -217,57 +121,83 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         self._register_node(node)
         return node
 
-    # Inserting
+    def extend(
+        self,
+        above: DocumentNode,
+        key: RadixKey,
+        slots: torch.Tensor,
+        cuts: Sequence[int],
+        session_id: str | None,
+    ) -> Extension:
+        """Let the path to `above`, which the caller has locked, go on with `key`.
 
-    @contextmanager
-    def inserting(self, cuts: Sequence[int], above: DocumentNode | None) -> Iterator[None]:
-        """Within, inserts are a request's: what is new is cut at `cuts`, ascending prompt
-        positions, and its walk begins below `above`, a node of its locked prefix."""
-        self._cuts, self._above = cuts, above
-        if above is not None:
-            self._above_tokens = sum(len(node.key) for node in self.path_to(above.id))
-        try:
-            yield
-        finally:
-            self._cuts, self._above = (), None
+        Args:
+            above: The root, or a node on the device.
+            key: Whole pages.
+            slots: [len(key)] int64: device slots of its tokens. Those that the device doesn't
+                have yet are the tree's from now on, and so is the tensor.
+            cuts: Ascending positions in `key` at which what is new is cut into nodes.
+            session_id: Of the request, for events.
+        """
+        node, first, length = above, 0, len(key)
+        found = Extension([], [], [])
+        while first < length:
+            child = node.children.get(key.child_key_at(first, self.page_size))
+            if child is None:
+                break
+            matched = child.key.match_at(key, first, page_size=self.page_size)
+            if matched < child.statistics.tokens:
+                child, action = self._split_node(child.key, child, matched)
+                if action is not None:
+                    found.actions.append(action)
+            data = child.component_data[_FULL]
+            if data.value is None:
+                self._unevict_node_on_insert(child, slots[first : first + matched], session_id)
+            else:
+                found.known.append((first, first + matched, data.value))
+            self.lock_below(child)
+            found.nodes.append(child)
+            node, first = child, first + matched
+        for last in (*(cut for cut in cuts if first < cut < length), length):
+            if last > first:
+                node = self._add_locked(node, key[first:last], slots[first:last], session_id)
+                found.nodes.append(node)
+                first = last
+        return found
 
-    def begin_insert(self, params: Any) -> Any:
-        """SGLang's, but the walk need not begin at the root: a request inserts three times,
-        and to match its 8k tokens again each time is most of what that costs."""
-        start = self._above_tokens
-        if (
-            self._above is None
-            or not 0 < start <= len(params.key)
-            or params.rotation_base is not None
-            or params.track_adopted_ranges
-        ):
-            return super().begin_insert(params)
-        self._ongoing_insert_walk_state = InsertWalkState(
-            phase=InsertPhase.WALK,
-            node=self._above,
-            key=params.key[start:],
-            value=params.value[start:],
-            params=params,
-            priority=params.priority or 0,
-            result=InsertResult(prefix_len=0),
-            total_prefix_length=start,
-        )
-        return self._advance_insert()
+    def _add_locked(
+        self, parent: DocumentNode, key: RadixKey, slots: torch.Tensor, session_id: str | None
+    ) -> DocumentNode:
+        """SGLang's `_add_new_node` and lock; its rank is up to who counts the request."""
+        self.observer.node_added(parent, child_key := key.child_key(self.page_size))
+        node = self._new_node()
+        node.parent, node.key = parent, key
+        data = node.component_data[_FULL]
+        # Its neighbours' slots stay in memory with its own, which the device has few of.
+        data.value, data.lock_ref = slots, 1
+        parent.children[child_key] = node
+        node.on_device = True
+        parent.device_children += 1
+        statistics = node.statistics
+        statistics.tokens = len(key)
+        self.component_protected_size_[_FULL] += statistics.tokens
+        for tier in self._component.tiers:
+            if statistics.tokens > tier.clock.largest_tokens:
+                tier.clock.observe(statistics)
+        if self.enable_storage:
+            node.hash_value = compute_node_hash_values(node, self.page_size)
+        self.kv_events.record_store(node, session_id=session_id)
+        return node
 
     def _add_new_node(
         self, parent: DocumentNode, key: Any, value: Any, *args: Any, **kwargs: Any
     ) -> DocumentNode:
-        """SGLang's, but a chain of nodes when `key` is to be cut."""
-        start = self._ongoing_insert_walk_state.total_prefix_length
-        inner = [cut - start for cut in self._cuts if 0 < cut - start < len(key)]
+        """SGLang's, for inserts that don't come from a request's checkpoint."""
         self.observer.node_added(parent, key.child_key(self.page_size))
-        for first, last in pairwise((0, *inner, len(key))):
-            parent = super()._add_new_node(
-                parent, key[first:last], value[first:last], *args, **kwargs
-            )
-            parent.statistics.tokens = last - first
-            self.rank(parent)
-        return parent
+        node: DocumentNode = super()._add_new_node(parent, key, value, *args, **kwargs)
+        node.statistics.tokens = len(key)
+        self.rank(node)
+        return node
 
     def insert_host(self, *args: Any, **kwargs: Any) -> Any:
         """SGLang's; a node that a storage backend brings comes in here."""
@@ -279,6 +209,15 @@ class KnowledgeTreeCore(UnifiedTreeCore):
                 node.statistics.tokens = len(node.key)
                 self.rank(node)
         return result
+
+    # Splitting
+
+    def split(self, node: DocumentNode, tokens: int) -> tuple[DocumentNode, Any]:
+        """Cut `node` after `tokens`; return the new upper half and SGLang's action, if any.
+
+        `node` keeps its id, locks and place at the bottom. Nothing is freed or copied.
+        """
+        return self._split_node(node.key, node, tokens)
 
     def _split_node(self, key: Any, child: DocumentNode, split_len: int) -> tuple[Any, Any]:
         """Both halves were used alike, so both keep all statistics; the lower half keeps the
@@ -298,98 +237,3 @@ class KnowledgeTreeCore(UnifiedTreeCore):
         self.splits += 1
         self.observer.node_split(upper, child)
         return upper, action
-
-    # Leaves. SGLang looks at every child to tell a device leaf, on every unlock, and a prompt
-    # template has one for each document it was ever filled with: children are counted here.
-
-    def _update_evictable_leaf_sets(self, node: DocumentNode) -> None:
-        on_device = node.component_data[_FULL].value is not None
-        if on_device != node.on_device and node is not self.root_node:
-            node.on_device = on_device
-            node.parent.device_children += 1 if on_device else -1
-            self.observer.node_changed(node)
-        device, host = self.evictable_device_leaves, self.evictable_host_leaves
-        if on_device:
-            host.discard(node)
-            is_leaf, leaves, tier = self._is_device_leaf(node), device, self._component.device
-        else:
-            device.discard(node)
-            is_leaf, leaves, tier = self._is_host_leaf(node), host, self._component.host
-        if is_leaf:
-            leaves.add(node)
-            tier.offer(node)
-        else:
-            leaves.discard(node)
-        if self._reclaims_duplicates and self._can_reclaim_full_host_duplicate(node):
-            self._component.duplicates.offer(node)
-
-    def _remove_leaf_from_parent(self, node: DocumentNode) -> None:
-        super()._remove_leaf_from_parent(node)
-        node.parent.device_children -= node.on_device
-        node.on_device = False
-        self.observer.node_changed(node)
-
-    def _is_device_leaf(self, node: DocumentNode) -> bool:
-        data = node.component_data[_FULL]
-        return (
-            data.value is not None
-            and data.lock_ref == 0
-            and node.device_children == 0
-            and node is not self.root_node
-        )
-
-    def _is_host_leaf(self, node: DocumentNode) -> bool:
-        return not node.children and self.is_host_leaf_without(node, ())
-
-    def is_host_leaf_without(self, node: DocumentNode, chosen: Container[int]) -> bool:
-        """Whether `node` is a host leaf once the nodes with ids in `chosen` are gone."""
-        data = node.component_data[_FULL]
-        return (
-            data.value is None
-            and data.host_value is not None
-            and data.lock_ref == data.host_lock_ref == 0
-            # A victim leaves the device tier before its copy is done, and then waits for it.
-            and node.write_through_pending_id is None
-            and node is not self.root_node
-            and (not node.children or all(c.id in chosen for c in node.children.values()))
-        )
-
-    def finish_write_through(self, node_ids: list[int], ack_id: int) -> None:
-        super().finish_write_through(node_ids, ack_id)
-        for node_id in node_ids:
-            self._update_evictable_leaf_sets(self.node_by_id(node_id))
-
-    def _update_duplicate_tracking(self, node: DocumentNode) -> None:
-        super()._update_duplicate_tracking(node)
-        self.offer(node)
-
-    def commit_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
-        """A copy to host begins: the node enters the host tier at that tier's clock."""
-        super().commit_backup(node_id, host_indices, comp_xfers)
-        node = self.node_by_id(node_id)
-        node.host_copies += 1
-        self._component.host.rank(node)
-        if self._reclaims_duplicates:
-            self._component.device.rank(node)
-        self.swapped_out_nodes += 1
-        self.swapped_out_tokens += len(host_indices)
-
-    def commit_load_back(
-        self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: Any
-    ) -> Any:
-        """A copy to device begins: statistics stay, the host copy too."""
-        self.loaded_back_tokens += len(device_indices)
-        return super().commit_load_back(node_id, device_indices, kv_xfer, comp_xfers)
-
-    def drive_host_eviction(self, component_type: Any, num_tokens: int) -> Any:
-        """SGLang's, without its own way of reclaiming host copies of device-resident nodes:
-        whether and in which order that happens is the component's."""
-        result = DriveHostEvictionResult()
-        self.components_by_type[component_type].drive_host_eviction(
-            num_tokens,
-            result.tracker,
-            result.device_frees,
-            result.host_frees,
-            cache_actions=result.cache_actions,
-        )
-        return result

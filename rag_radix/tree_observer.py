@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rag_radix.tree_core import DocumentNode
+    from rag_radix.node import DocumentNode
 
 
 class TreeObserver:

@@ -16,7 +16,7 @@ from rag_radix.statistics import DocumentKey
 if TYPE_CHECKING:
     from rag_radix.control.metrics import TreeMetrics
     from rag_radix.knowledge_tree import KnowledgeTree
-    from rag_radix.tree_core import DocumentNode
+    from rag_radix.node import DocumentNode
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from rag_radix.statistics import DocumentKey
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
-    from rag_radix.tree_core import DocumentNode, Occurrence
+    from rag_radix.node import DocumentNode, Occurrence
 
 SORTS = ("frequency", "id", "positions", "priority", "tokens")
 DEFAULT_LIMIT = 100

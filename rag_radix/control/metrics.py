@@ -109,7 +109,7 @@ def _cached(tree: Any, _queue: Mapping[str, Any]) -> Values:
     cached = {"device": float(tree.evictable_size() + tree.protected_size())}
     if tree.cache_controller is not None:
         pool = tree.cache_controller.mem_pool_host
-        cached["host"] = pool.logical_size - pool.available_size()
+        cached["host"] = pool.logical_size - tree.swap_out.host_slots.available_tokens
     return cached
 
 

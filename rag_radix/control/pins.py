@@ -25,7 +25,7 @@ from rag_radix.statistics import DocumentKey
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
-    from rag_radix.tree_core import DocumentNode
+    from rag_radix.node import DocumentNode
 
 PinTier = Literal["device", "host"]
 

@@ -28,7 +28,7 @@ from rag_radix.sglang_compat import DriveHostEvictionResult, RadixKey, device_by
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
-    from rag_radix.tree_core import DocumentNode
+    from rag_radix.node import DocumentNode
 
 PATHS_REPORTED = 100
 

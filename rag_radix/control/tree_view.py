@@ -15,7 +15,7 @@ from rag_radix.statistics import namespace_name
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
-    from rag_radix.tree_core import DocumentNode
+    from rag_radix.node import DocumentNode
 
 MAX_DEPTH = 64
 MAX_NODES = 5000

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import pickle
 import re
+from hashlib import sha256
 
 import pytest
 
@@ -13,7 +15,8 @@ from rag_radix import rpc, scheduler_hooks, sglang_compat
 from rag_radix.component import KnowledgeComponent
 from rag_radix.errors import IncompatibleSGLangError
 from rag_radix.knowledge_tree import KnowledgeTree
-from rag_radix.tree_core import DocumentNode, KnowledgeTreeCore
+from rag_radix.node import DocumentNode
+from rag_radix.tree_core import KnowledgeTreeCore
 
 
 def test_the_installed_sglang_is_the_one_we_extend():
@@ -25,10 +28,10 @@ def test_a_changed_signature_and_a_missing_name_are_found(monkeypatch):
     monkeypatch.setattr(
         sglang_compat.UnifiedTreeCore, "_split_node", lambda self, node, length: None
     )
-    monkeypatch.delattr(sglang_compat.UnifiedTreeCore, "_evict_host_leaf")
+    monkeypatch.delattr(sglang_compat.UnifiedTreeCore, "_unevict_node_on_insert")
     problems = " ".join(sglang_compat.surface_problems())
     assert "_split_node takes ('self', 'node', 'length')" in problems
-    assert "_evict_host_leaf" in problems
+    assert "_unevict_node_on_insert" in problems
     with pytest.raises(IncompatibleSGLangError, match="_split_node"):
         sglang_compat.check_sglang()
 
@@ -48,9 +51,11 @@ def test_another_version_is_refused_by_number(monkeypatch):
     ],
 )
 def test_every_method_we_override_is_on_the_checked_list(ours, base):
+    own = [vars(c) for c in ours.__mro__ if c.__module__.startswith("rag_radix.")]
     overridden = {
         name
-        for name, value in vars(ours).items()
+        for attributes in own
+        for name, value in attributes.items()
         if inspect.isfunction(value) and hasattr(base, name) and name != "__subclasshook__"
     }
     listed = {
@@ -138,8 +143,81 @@ def test_a_copy_in_flight_says_what_it_locks() -> None:
     assert {"lock_params", "publish_node_ids"} <= set(_OngoingWriteThrough._fields)
 
 
-def test_an_insert_walk_has_the_fields_that_ours_begins_with():
-    assert sglang_compat.InsertPhase.WALK is not None
-    fields = set(sglang_compat.InsertWalkState.__struct_fields__)
-    assert {"phase", "node", "key", "value", "params", "priority", "result"} <= fields
-    assert "total_prefix_length" in fields
+# What ours is written in place of; where it changes, ours may have to as well.
+REPLACED = {
+    "mem_cache.unified_radix_cache:UnifiedRadixCache": (
+        "checkpoint_into_tree",
+        "evict_for_alloc",
+        "_evict_components",
+        "_execute_and_commit_kv_backup",
+        "_execute_kv_backup",
+        "_track_write_through_node",
+        "lock",
+    ),
+    "mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore": (
+        "match_prefix",
+        "_match_prefix_helper",
+        "_match_post_processor",
+        "begin_insert",
+        "_insert_walk_step",
+        "_insert_overlap_step",
+        "_insert_commit_step",
+        "_add_new_node",
+        "inc_lock_ref",
+        "dec_lock_ref",
+        "finish_write_through",
+        "mark_write_through_pending",
+        "commit_backup",
+        "drop_subtree_no_host",
+        "_delete_unbacked_device_leaf",
+        "_release_all_component_layers",
+        "_evict_host_leaf",
+        "_demote",
+        "_cascade_evict",
+        "_remove_leaf_from_parent",
+        "_evict_component_and_detach_lru",
+        "_update_evictable_leaf_sets",
+        "_is_device_leaf",
+        "_is_host_leaf",
+        "drive_host_eviction",
+    ),
+    "mem_cache.unified_cache.unified_tree_core:UnifiedTreeNode": ("__init__",),
+    "mem_cache.unified_cache.components.full:FullComponent": (
+        "acquire_component_lock",
+        "release_component_lock",
+        "evict_component",
+        "drive_host_eviction",
+        "commit_hicache_transfer",
+        "finalize_match_result_in_tree_core",
+    ),
+    "mem_cache.unified_cache.components.base:ComponentData": (),
+    "mem_cache.unified_cache.components.base:TreeComponent": (
+        "prepare_for_caching_req",
+        "cleanup_after_caching_req",
+        "commit_insert_component_data",
+        "update_component_on_insert_overlap",
+        "recover_after_unevict",
+    ),
+}
+REPLACED_DIGEST = "904c9296851ae5f7"
+
+
+def test_what_ours_is_written_in_place_of_has_not_changed():
+    sources = []
+    for place, methods in REPLACED.items():
+        module, _, name = place.partition(":")
+        owner = getattr(importlib.import_module(f"sglang.srt.{module}"), name)
+        parts = [getattr(owner, method) for method in methods] or [owner]
+        sources += [inspect.getsource(inspect.unwrap(part)) for part in parts]
+    assert sha256("".join(sources).encode()).hexdigest()[:16] == REPLACED_DIGEST
+
+
+def test_a_node_has_what_sglangs_own_begins_with():
+    types = (sglang_compat.ComponentType.FULL,)
+    ours, theirs = vars(DocumentNode(types, 7)), vars(sglang_compat.UnifiedTreeNode(types, 7))
+    counted = {"id", "creation_time", "last_access_time"}
+    assert {name: ours[name] for name in theirs.keys() - counted} == {
+        name: theirs[name] for name in theirs.keys() - counted
+    }
+    assert ours["id"] + 1 == theirs["id"]
+    assert ours["creation_time"] < theirs["creation_time"]

@@ -58,7 +58,7 @@ def compare(
     ) as it:
         if ghosts is not None:
             it.tree.histories._capacity = ghosts
-        host_pool = it.tree.cache_controller.mem_pool_host if host else None
+        host_slots = it.tree.swap_out.host_slots
         for index, request in enumerate(trace):
             expected = oracle.serve(request)
             served = it.serve(request)
@@ -67,7 +67,7 @@ def compare(
                 served.host_hit_tokens,
                 served.swapped_out_tokens,
                 device - it.tree.token_to_kv_pool_allocator.available_size(),
-                host - host_pool.available_size() if host_pool else 0,
+                host - host_slots.available_tokens if host else 0,
             )
             assert actual == expected, (index, request)
             found += served.hit_tokens

@@ -67,9 +67,26 @@ def test_slots_of_what_leaves_go_to_what_comes_past_the_pool(monkeypatch):
             assert req.cached_tokens_host == 40
 
 
-def test_what_a_copy_does_not_need_goes_back_to_the_pool(monkeypatch):
+def test_what_a_copy_does_not_need_is_kept_for_the_next_one(monkeypatch):
     with full_host(c=24) as h:
         sizes = calls(h, monkeypatch)
+        evict(h, 1000)
+        assert h.tree.swap_out.host_slots.kept_tokens == 16
+        h.check()
+        serve(h, d=16)
+        evict(h, 1000)
+        assert h.on_host("d")
+        assert sizes == []
+        h.tree.reset()
+        assert pool(h).available_size() == 80
+        h.check()
+
+
+def test_a_pool_that_a_storage_backend_asks_too_gets_back_what_is_left(monkeypatch):
+    with full_host(c=24) as h:
+        sizes = calls(h, monkeypatch)
+        h.tree.enable_storage = True
+        monkeypatch.setattr(h.tree, "write_backup_storage", lambda node_id: None)
         evict(h, 1000)
         assert sizes == [-16]
         h.check()
@@ -94,7 +111,7 @@ def test_copies_ahead_of_eviction_leave_no_slots_behind():
         evict(h, 1000)
         serve(h, c=24)
         assert [name for name in "abc" if h.on_host(name)] == ["b", "c"]
-        assert pool(h).available_size() == 16
+        assert h.tree.swap_out.host_slots.available_tokens == 16
         h.check()
 
 
@@ -104,10 +121,10 @@ def test_a_walk_that_fails_leaves_no_slots_behind(monkeypatch):
         def fails(*args):
             raise RuntimeError("no copy")
 
-        monkeypatch.setattr(h.tree.tree_core, "build_backup_spec", fails)
+        monkeypatch.setattr(h.tree.tree_core, "begin_copy", fails)
         with pytest.raises(RuntimeError, match="no copy"):
             evict(h, 40)
-        assert pool(h).available_size() == 40
+        assert h.tree.swap_out.host_slots.available_tokens == 40
 
 
 def test_a_pool_that_places_slots_itself_is_asked_for_each_copy(monkeypatch):
