@@ -1,10 +1,10 @@
-"""How often a path was used lately, remembered after its nodes have left the tree."""
+"""How often a path and its topic were used lately, remembered after nodes have left the tree."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -13,7 +13,10 @@ HALF_LIVES = (150.0, 3_000.0, 50_000.0)
 """In retrievals: about what a burst, a trend and a document's popularity last."""
 
 _DECAYS = np.exp2(-1 / np.array(HALF_LIVES))
-_GROUP_ENDS = (1, 2, 4, 8)
+# Paths are used alike when they were used once or their topic about as often lately, counted
+# with the second half-life, and when they have a like share of its uses.
+_COUNT_ENDS = (2.5, 5.0)
+_SHARE_ENDS = (0.2, 0.5)
 # Evidence is forgotten by half in so many retrievals, and published every so many.
 _EVIDENCE_HALF_LIFE = 1_000.0
 _PUBLISHED_EVERY = 500
@@ -29,39 +32,35 @@ class Kind(IntEnum):
     DOCUMENT = 2
 
 
-_GROUPS = Kind.DOCUMENT + len(_GROUP_ENDS) + 1
+_LEVELS, _SHARES = 2 + len(_COUNT_ENDS), 1 + len(_SHARE_ENDS)
+_NEW_FIRST = Kind.DOCUMENT + _LEVELS * _SHARES  # the first document of a topic just met
+_GROUPS = _NEW_FIRST + 1
 
 
-class PathHistory:
-    """Uses of one path, each counted with an exponential decay, once for each half-life.
+class Topic:
+    """What requests are about that retrieve the same documents, in whatever order and choice.
 
     Attributes:
-        counts: Decayed uses as of `last_use`, by half-life.
+        counts: Requests about it as of `last_use`, each counted with an exponential decay,
+            once for each half-life.
         uses: All of them.
         last_use: Logical time of the last one.
-        expected: Uses per retrieval that requests will make which wait now.
-        group: Paths that are used alike: by kind, documents by their number of uses.
-        is_predicted: Whether the model counts on uses of it.
+        path_uses: Uses of its paths that the model counts on, by group.
     """
 
-    __slots__ = ("counts", "expected", "group", "is_predicted", "last_use", "uses")
+    __slots__ = ("counts", "last_use", "path_uses", "uses")
 
     def __init__(self) -> None:
         self.counts = (0.0,) * len(HALF_LIVES)
         self.uses = 0
         self.last_use = 0
-        self.expected = 0.0
-        self.group = 0
-        self.is_predicted = False
+        self.path_uses = [0] * _GROUPS
 
-    def record(self, now: int, kind: Kind = Kind.DOCUMENT) -> None:
+    def record(self, now: int) -> None:
         """Count a use at logical time `now`."""
         self.counts = tuple(count + 1.0 for count in self.counts_at(now))
         self.uses += 1
         self.last_use = now
-        self.group = int(kind)
-        if kind is Kind.DOCUMENT:
-            self.group += bisect_left(_GROUP_ENDS, self.uses)
 
     def counts_at(self, now: int) -> tuple[float, ...]:
         """`counts`, decayed until `now`."""
@@ -72,15 +71,65 @@ class PathHistory:
         )
 
 
-class ReuseModel:
-    """What the decayed counts of a path say about its next use, learned from what they said
-    before.
+class PathHistory:
+    """Uses of one path.
 
-    The rate of use is `sum over half-lives of weight x count`, with weights for each group of
-    paths. A use is attributed to the half-lives in proportion to what they predicted; a weight
-    is the uses attributed by the uses predicted, both forgotten exponentially. So what was
-    used once is known to come back less often than its count says, bursts are believed while
-    there are bursts, and rates are true to scale.
+    Attributes:
+        topic: What it is used for.
+        uses: How often it was.
+        last_use: Logical time of the last one.
+        count: Uses as of then, each decayed with the longest half-life.
+        expected: Uses per retrieval that requests will make which wait now.
+        group: Paths that are used alike.
+        is_predicted: Whether the model counts on uses of it.
+    """
+
+    __slots__ = ("count", "expected", "group", "is_predicted", "last_use", "topic", "uses")
+
+    def __init__(self, topic: Topic) -> None:
+        self.topic = topic
+        self.uses = 0
+        self.last_use = 0
+        self.count = 0.0
+        self.expected = 0.0
+        self.group = 0
+        self.is_predicted = False
+
+    @property
+    def share(self) -> float:
+        """Part of the topic's uses."""
+        return self.uses / self.topic.uses
+
+    def record(self, kind: Kind, *, is_first: bool = False) -> None:
+        """Count a use in the last one of its topic.
+
+        Args:
+            kind: What the path ends with.
+            is_first: Whether that is the first document of the prompt.
+        """
+        now = self.topic.last_use
+        self.count = 1.0 + self.count * 2.0 ** ((self.last_use - now) / HALF_LIVES[-1])
+        self.last_use = now
+        self.uses += 1
+        self.group = int(kind)
+        if kind is not Kind.DOCUMENT:
+            return
+        if is_first and self.topic.uses == 1:
+            self.group = _NEW_FIRST
+            return
+        level = 0 if self.uses == 1 else 1 + bisect_left(_COUNT_ENDS, self.topic.counts[1])
+        self.group += _SHARES * level + bisect_left(_SHARE_ENDS, self.share)
+
+
+class ReuseModel:
+    """What the decayed counts of a topic say about the next use of its paths, learned from what
+    they said before.
+
+    The rate of use of a path is its share of the topic's uses x `sum over half-lives of weight
+    x count`, with weights for each group of paths. A use is attributed to the half-lives in
+    proportion to what they predicted; a weight is the uses attributed by the uses predicted,
+    both forgotten exponentially. So what was used once is known to come back less often than
+    its count says, bursts are believed while there are bursts, and rates are true to scale.
 
     Attributes:
         rates: Uses per retrieval and unit of decayed count, by group and half-life.
@@ -90,10 +139,21 @@ class ReuseModel:
         shape = (_GROUPS, len(HALF_LIVES))
         self._attributed = np.zeros(shape)
         self._predicted = np.zeros(shape)
-        self._counts = np.zeros(shape)  # of all paths, by group
+        self._counts = np.zeros(shape)  # share x count of all paths, by group
         self._forget = 2.0 ** (-1 / _EVIDENCE_HALF_LIFE)
         self._published_at = 0
         self._publish(1)
+
+    def rate(self, history: PathHistory, age: int) -> float:
+        """Uses per retrieval when the topic's last use is `age` retrievals ago."""
+        topic = history.topic
+        rate: float = sum(
+            weight * count * 2.0 ** (-age / half_life)
+            for weight, count, half_life in zip(
+                self.rates[history.group], topic.counts, HALF_LIVES, strict=True
+            )
+        )
+        return history.share * rate
 
     def _publish(self, now: int) -> None:
         prior = _PRIOR_USES / len(HALF_LIVES)
@@ -119,32 +179,49 @@ class ReuseModel:
         if now - self._published_at >= min(_PUBLISHED_EVERY, self._published_at):
             self._publish(now)
 
-    def use(self, history: PathHistory, now: int, kind: Kind) -> None:
-        """Learn from a use at `now`, and record it in `history`."""
+    def use_topic(self, topic: Topic, now: int) -> None:
+        """Record a use of `topic`, of which its paths are expected to keep their shares."""
+        uses, counts = max(topic.uses, 1), topic.counts_at(now)
+        topic.record(now)
+        gained = np.array(topic.counts) / topic.uses - np.array(counts) / uses
+        for group, path_uses in enumerate(topic.path_uses):
+            if path_uses:
+                self._counts[group] += path_uses * gained
+
+    def use(self, history: PathHistory, now: int, kind: Kind, *, is_first: bool = False) -> None:
+        """Learn from a use of a path at `now`, and record it; that of its topic is recorded."""
         if history.is_predicted:
-            counts = history.counts_at(now)
-            self._counts[history.group] -= counts
+            self._expect(history, now, -1)
             predicted = [
-                rate * count for rate, count in zip(self.rates[history.group], counts, strict=True)
+                rate * (count - 1.0)  # as it was before this use
+                for rate, count in zip(self.rates[history.group], history.topic.counts, strict=True)
             ]
             if (total := sum(predicted)) > 0:
                 self._attributed[history.group] += np.array(predicted) / total
-        history.record(now, kind)
+        history.record(kind, is_first=is_first)
         history.is_predicted = True
-        self._counts[history.group] += history.counts
+        self._expect(history, now, 1)
 
     def forget(self, history: PathHistory, now: int) -> None:
         """Expect no use of a path whose history is given up, until a node that still holds it
         is used."""
         history.is_predicted = False
-        self._counts[history.group] -= history.counts_at(now)
+        self._expect(history, now, -1)
+
+    def _expect(self, history: PathHistory, now: int, sign: int) -> None:
+        """Count on uses of the path as it is, or no longer."""
+        topic = history.topic
+        topic.path_uses[history.group] += sign * history.uses
+        self._counts[history.group] += sign * history.share * np.array(topic.counts_at(now))
 
 
 class PathHistories:
-    """Histories by path, of documents in the tree and of ghosts: those that have left it.
+    """Histories by path, of documents in the tree and of ghosts: those that have left it, and
+    the topics of documents.
 
     Bounded: beyond `capacity` the path whose last use is longest ago is forgotten, unless a
-    node still holds its history. About 500 bytes a path, 32 MB in all.
+    node still holds its history, and so is the topic of a document. About 900 bytes a path,
+    60 MB in all.
 
     Attributes:
         model: Learned from all of them.
@@ -153,17 +230,49 @@ class PathHistories:
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
         self._histories: OrderedDict[bytes, PathHistory] = OrderedDict()
+        self._topics: OrderedDict[Hashable, Topic] = OrderedDict()
         self._expected: list[PathHistory] = []
         self.model = ReuseModel()
 
     def __len__(self) -> int:
         return len(self._histories)
 
-    def record(self, path: bytes, now: int) -> PathHistory:
-        """Count a use of the document at the end of `path` and return the path's history."""
-        history = self._histories.pop(path, None) or PathHistory()
+    def use_topic(self, documents: Sequence[Hashable], first_path: bytes, now: int) -> Topic:
+        """Count a request for `documents` as a use of its topic.
+
+        That is the topic of the path to the first document, if it is known; otherwise, what
+        one of the documents was last retrieved for, the most recent of these; else a new one.
+        """
+        if (history := self._histories.get(first_path)) is not None:
+            topic = history.topic
+        else:
+            known = [self._topics[each] for each in documents if each in self._topics]
+            topic = max(known, key=lambda each: each.last_use) if known else Topic()
+        for document in documents:
+            self._topics[document] = topic
+            self._topics.move_to_end(document)
+            if len(self._topics) > self._capacity:
+                self._topics.popitem(last=False)
+        self.model.use_topic(topic, now)
+        return topic
+
+    def record(self, path: bytes, topic: Topic, now: int, *, is_first: bool = False) -> PathHistory:
+        """Count a use of the document at the end of `path`, by a request about `topic`, and
+        return the path's history; a path that belonged to another topic begins anew.
+
+        Args:
+            path: The path.
+            topic: What the request is about, as `use_topic` has it.
+            now: Logical time.
+            is_first: Whether the document is the first of the prompt.
+        """
+        history = self._histories.pop(path, None)
+        if history is not None and history.topic is not topic:
+            self.model.forget(history, now)
+            history = None
+        history = history or PathHistory(topic)
         self._histories[path] = history
-        self.model.use(history, now, Kind.DOCUMENT)
+        self.model.use(history, now, Kind.DOCUMENT, is_first=is_first)
         if len(self._histories) > self._capacity:
             _, forgotten = self._histories.popitem(last=False)
             self.model.forget(forgotten, now)
@@ -172,8 +281,9 @@ class PathHistories:
     def record_unnamed(self, history: PathHistory | None, kind: Kind, now: int) -> PathHistory:
         """Count a use by a request that names no document there. Where nobody has named one,
         the history lives as long as its node."""
-        history = history or PathHistory()
-        if history.last_use != now or not history.uses:  # several nodes may share it
+        history = history or PathHistory(Topic())
+        if history.topic.last_use != now or not history.uses:  # several nodes may share it
+            self.model.use_topic(history.topic, now)
             named = history.group >= Kind.DOCUMENT
             self.model.use(history, now, Kind.DOCUMENT if named else kind)
         return history
@@ -190,5 +300,6 @@ class PathHistories:
 
     def clear(self) -> None:
         self._histories.clear()
+        self._topics.clear()
         self._expected.clear()
         self.model = ReuseModel()

@@ -307,6 +307,7 @@ class KnowledgeTree(UnifiedRadixCache):
             now = core.advance()
             if self.settings.policy.uses_history:
                 self.histories.model.advance(now)
+                self._note_topic(retrieval, now)
             self.counters.requests += 1
             self.counters.prompt_tokens += retrieval.prompt_tokens
             self.counters.device_hit_tokens += retrieval.hits.device
@@ -343,6 +344,11 @@ class KnowledgeTree(UnifiedRadixCache):
         if retrieval.inserted_end >= self._page_floor(retrieval.prompt_tokens):
             # Those that share their only page with the end of the prompt, too.
             self._count_documents(retrieval, retrieval.prompt_tokens)
+
+    def _note_topic(self, retrieval: Retrieval, now: int) -> None:
+        if retrieval.kept_documents:
+            documents = [retrieval.document_key(i) for i in range(len(retrieval.kept_documents))]
+            retrieval.topic = self.histories.use_topic(documents, retrieval.keys[0], now)
 
     def _note_history(self, node: DocumentNode, above: PathHistory | None) -> None:
         """Give `node` the history of the last document that begins `above` its end or, for
@@ -381,8 +387,15 @@ class KnowledgeTree(UnifiedRadixCache):
             document = retrieval.document_key(index)
             retrieval.document_counts.append(self.document_frequencies.record(document))
             if self.settings.policy.uses_history and index < len(retrieval.kept_documents):
-                path = retrieval.keys[index]
-                retrieval.histories.append(self.histories.record(path, self.tree_core.access_time))
+                assert retrieval.topic is not None
+                retrieval.histories.append(
+                    self.histories.record(
+                        retrieval.keys[index],
+                        retrieval.topic,
+                        self.tree_core.access_time,
+                        is_first=index == 0,
+                    )
+                )
             self.counters.documents += 1
             if end <= retrieval.hits.device:
                 self.counters.device_hit_documents += 1

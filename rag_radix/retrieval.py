@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rag_radix import wire
 from rag_radix.document import Annotation, DocumentSpan
-from rag_radix.history import PathHistory
+from rag_radix.history import PathHistory, Topic
 from rag_radix.statistics import DocumentKey
 
 
@@ -48,7 +48,8 @@ class Retrieval:
         counted_at_s: When the request was first counted, if a trace is recorded: seconds
             since its beginning.
         document_counts: Retrievals, this one included, of its documents counted so far.
-        histories: Of the paths to them, when the policy asks for them.
+        topic: What it is about, when the policy asks for histories.
+        histories: Of the paths to its documents, likewise.
         keys: Of these paths, once they were asked for.
     """
 
@@ -65,6 +66,7 @@ class Retrieval:
     counted_at: int = 0
     counted_at_s: float = 0.0
     document_counts: list[int] = field(default_factory=list)
+    topic: Topic | None = None
     histories: list[PathHistory] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     _bounds: list[tuple[int, int]] = field(default_factory=list)

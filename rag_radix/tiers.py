@@ -65,9 +65,11 @@ class Tier:
         return expired
 
     def refresh(self, node: DocumentNode) -> None:
-        """Make the priority of `node` that of now, if it changes with time."""
+        """Make the priority of `node` that of now, if it changes with time or, by its history,
+        with uses of other nodes; such a use only raises it, so its place in the heap holds."""
         rank = node.ranks[self.name]
-        if rank.floor != rank.priority or rank.until <= self.clock.now:
+        varies = rank.floor != rank.priority or self._policy.uses_history
+        if varies or rank.until <= self.clock.now:
             self.rank(node)
 
     def order(self, node: DocumentNode) -> tuple[float, int]:

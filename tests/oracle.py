@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from rag_radix.replay.trace import TraceRequest
@@ -32,21 +33,42 @@ class Served(NamedTuple):
 
 
 @dataclass(eq=False)
-class History:
-    """The times at which a path was used: of a document, a prompt's beginning or a tail."""
+class Topic:
+    """The times at which requests were about it."""
 
-    kind: str
     uses: list[int] = field(default_factory=list)
 
-    @property
-    def group(self) -> tuple[str, float]:
-        """Alike used paths: documents by the number of their uses, up to 1, 2, 4, 8 or more."""
-        if self.kind != "document":
-            return self.kind, 0
-        return self.kind, next(end for end in (1, 2, 4, 8, FOREVER) if len(self.uses) <= end)
+    def decayed(self, now: int, half_life: float, *, but_last: bool = False) -> float:
+        uses = self.uses[:-1] if but_last else self.uses
+        return float(sum(0.5 ** ((now - use) / half_life) for use in uses))
 
-    def decayed(self, now: int, half_life: float) -> float:
-        return float(sum(0.5 ** ((now - use) / half_life) for use in self.uses))
+
+@dataclass(eq=False)
+class History:
+    """Uses of a path: to a document, of a prompt's beginning or a tail."""
+
+    kind: str
+    topic: Topic = field(default_factory=Topic)
+    is_first: bool = False
+    uses: int = 0
+    group: object = None
+
+    @property
+    def share(self) -> float:
+        return self.uses / len(self.topic.uses)
+
+    def use(self, now: int) -> None:
+        """Alike are: new topics' first documents; otherwise documents used once, or whose
+        topic's uses, with a half-life of 3,000, count up to 2.5, up to 5, or more, each
+        with a share of these up to 20%, up to 50%, or more."""
+        self.uses += 1
+        self.group = self.kind
+        if self.kind == "document":
+            count = self.topic.decayed(now, 3_000)
+            level = 0 if self.uses == 1 else 1 + (count > 2.5) + (count > 5)
+            self.group = level, (self.share > 0.2) + (self.share > 0.5)
+            if self.is_first and len(self.topic.uses) == 1:
+                self.group = "new"
 
 
 @dataclass(eq=False)
@@ -88,6 +110,10 @@ class OraclePolicy(ABC):
     """Priorities; the lowest goes first."""
 
     gives_up_duplicates = False
+    # Priorities rise with uses of other nodes, which is seen when they are next to leave.
+    rises = False
+    # Documents whose topics are remembered.
+    ghosts = FOREVER
 
     @abstractmethod
     def priority(self, node: Node, tier: str, oracle: Oracle) -> float: ...
@@ -102,7 +128,10 @@ class OraclePolicy(ABC):
         """A retrieval begins to count."""
 
     def used(self, history: History, oracle: Oracle) -> None:
-        history.uses.append(oracle.now)
+        history.use(oracle.now)
+
+    def forgotten(self, history: History) -> None:  # noqa: B027
+        """The path is a new one when it comes again; nodes keep what they know."""
 
     def admits(self, kept: list[Node], displaced: list[Node], oracle: Oracle) -> bool:
         return True
@@ -136,6 +165,7 @@ class Oracle:
         self._being_copied: set[Node] = set()
         self._retrieved: dict[object, int] = {}
         self._paths: dict[object, History] = {}
+        self._topics: dict[object, Topic] = {}
         self._swapped_out = 0
 
     def serve(self, request: TraceRequest) -> Served:
@@ -159,7 +189,7 @@ class Oracle:
             node = self._new_node(path[-1], "output", output, tail=True)
             node.costs.append(self._cost(request.prompt_tokens, output) / output)
             node.history = History("tail")
-            self.policy.used(node.history, self)
+            self._use_alone(node.history)
             self._rank(node)
         self._in_use = set()
         return Served(
@@ -220,6 +250,7 @@ class Oracle:
         cost_per_token_s = self._cost(hit, new_tokens) / new_tokens
         spans = iter(request.documents)
         span = next(spans, None)
+        topic = self._topic(request, path)
         above: History | None = None
         end = 0
         for node in path:
@@ -230,15 +261,14 @@ class Oracle:
                 document = request.namespace, span.id, span.version
                 self._retrieved[document] = self._retrieved.get(document, 0) + 1
                 node.document_frequency = self._retrieved[document]
-                place = self._place(node)
-                above = node.history = self._paths.setdefault(place, History("document"))
+                above = node.history = self._history(self._place(node), topic, above is None)
                 self.policy.used(above, self)
                 span = next(spans, None)
             elif above is not None and not node.tail:
                 node.history = above
             else:
                 node.history = node.history or History("tail" if node.tail else "prefix")
-                self.policy.used(node.history, self)
+                self._use_alone(node.history)
             if end > hit:
                 node.costs.append(cost_per_token_s)
             self._rank(node)
@@ -251,8 +281,40 @@ class Oracle:
             node = node.parent
         return tuple(place)
 
+    def _topic(self, request: TraceRequest, path: list[Node]) -> Topic:
+        """What the request is about; that is a use of it."""
+        documents = [(request.namespace, each.id, each.version) for each in request.documents]
+        ends = accumulate(node.tokens for node in path)
+        first = next(
+            n for n, end in zip(path, ends, strict=True) if end > request.documents[0].start
+        )
+        known = [self._topics[each] for each in documents if each in self._topics]
+        if self._place(first) in self._paths:
+            topic = self._paths[self._place(first)].topic
+        else:
+            topic = max(known, key=lambda each: each.uses[-1], default=Topic())
+        for document in documents:
+            self._topics.pop(document, None)
+            self._topics[document] = topic
+            if len(self._topics) > self.policy.ghosts:
+                del self._topics[next(iter(self._topics))]
+        topic.uses.append(self.now)
+        return topic
+
+    def _history(self, place: object, topic: Topic, is_first: bool) -> History:
+        history = self._paths.get(place)
+        if history is None or history.topic is not topic:
+            if history is not None:
+                self.policy.forgotten(history)
+            self._paths[place] = history = History("document", topic, is_first)
+        return history
+
+    def _use_alone(self, history: History) -> None:
+        history.topic.uses.append(self.now)
+        self.policy.used(history, self)
+
     def forget(self, history: History) -> None:
-        """The path is a new one when it comes again; nodes keep what they know."""
+        self.policy.forgotten(history)
         self._paths = {place: each for place, each in self._paths.items() if each is not history}
 
     # Priorities
@@ -271,6 +333,22 @@ class Oracle:
         if node.until[tier] <= self.now:
             self._rank_in(node, tier)
         return node.priority[tier], node.id
+
+    def _ask(self, node: Node, tier: str) -> tuple[float, int]:
+        """Where a node stands now, if it may be next."""
+        if self.policy.rises:
+            self._rank_in(node, tier)
+        return self._order(node, tier)
+
+    def _lowest(self, candidates: list[Node], tier: str) -> Node:
+        """Asked in the order that was known, until no other can be lower."""
+        asked: list[tuple[float, int]] = []
+        nodes = {node.id: node for node in candidates}
+        for order in sorted(self._order(node, tier) for node in candidates):
+            if asked and order > min(asked):
+                break
+            asked.append(self._ask(nodes[order[1]], tier))
+        return nodes[min(asked)[1]]
 
     def _notice(self, node: Node | None, tier: str) -> None:
         """A node that becomes a leaf, though it isn't the next victim."""
@@ -300,7 +378,7 @@ class Oracle:
 
     def _make_room(self, tokens: int) -> None:
         while self._free(DEVICE) < tokens:
-            victim = min(self._leaves(DEVICE), key=lambda node: self._order(node, DEVICE))
+            victim = self._lowest(self._leaves(DEVICE), DEVICE)
             if victim.on_host or (not victim.tail and self._copy(victim)):
                 victim.on_device = False
                 self._notice(victim, HOST)
@@ -345,14 +423,17 @@ class Oracle:
 
     def _host_victims(self, missing: int) -> list[Node]:
         chosen: list[Node] = []
-        candidates = self._leaves(HOST)
-        while candidates and sum(node.tokens for node in chosen) < missing:
-            node = min(candidates, key=lambda node: self._order(node, HOST))
-            candidates.remove(node)
+        leaves = self._leaves(HOST)
+        bared: dict[tuple[float, int], Node] = {}
+        while (leaves or bared) and sum(node.tokens for node in chosen) < missing:
+            node = self._lowest(leaves, HOST) if leaves else None
+            if node is None or (bared and min(bared) < self._order(node, HOST)):
+                node = bared.pop(min(bared))
+            else:
+                leaves.remove(node)
             chosen.append(node)
             if (parent := node.parent) and self._is_host_leaf_without(parent, chosen):
-                self._order(parent, HOST)
-                candidates.append(parent)
+                bared[self._ask(parent, HOST)] = parent
         return chosen
 
     def _is_host_leaf_without(self, node: Node, chosen: list[Node]) -> bool:

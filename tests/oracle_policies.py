@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 from oracle import DEVICE, HOST, History, Node, Oracle, OraclePolicy
 
@@ -53,20 +52,21 @@ class PgdsfPlus(OraclePolicy):
     """Prefill seconds saved by a token at the rate at which its path is expected to be used.
 
     Args:
-        ghosts: Document paths whose history is remembered.
+        ghosts: Document paths whose history is remembered, and documents whose topic is.
     """
 
     gives_up_duplicates = True
+    rises = True
     half_lives = (150.0, 3_000.0, 50_000.0)
 
     def __init__(self, ghosts: int) -> None:
-        self._ghosts = ghosts
+        self.ghosts = ghosts
         self._histories: list[History] = []
         # By group and half-life: uses that were attributed and predicted, of late.
-        self._attributed: dict[tuple[tuple[str, float], float], float] = {}
-        self._predicted: dict[tuple[tuple[str, float], float], float] = {}
+        self._attributed: dict[tuple[object, float], float] = {}
+        self._predicted: dict[tuple[object, float], float] = {}
         self._published_at = 1
-        self._published: dict[tuple[tuple[str, float], float], float] = {}
+        self._published: dict[tuple[object, float], float] = {}
 
     def retrieved(self, oracle: Oracle) -> None:
         for evidence in self._attributed, self._predicted:
@@ -75,37 +75,37 @@ class PgdsfPlus(OraclePolicy):
         for history in self._histories:
             for half_life in self.half_lives:
                 key = history.group, half_life
-                expected = history.decayed(oracle.now, half_life) * self._share(
-                    oracle.now, half_life
-                )
+                count = history.share * history.topic.decayed(oracle.now, half_life)
+                expected = count * self._scale(oracle.now, half_life)
                 self._predicted[key] = self._predicted.get(key, 0.0) + expected
         if oracle.now - self._published_at >= min(500, self._published_at):
             self._published_at = oracle.now
             self._published = {key: self._weight(*key) for key in self._predicted}
 
-    def _weight(self, group: tuple[str, float], half_life: float) -> float:
+    def _weight(self, group: object, half_life: float) -> float:
         attributed = self._attributed.get((group, half_life), 0.0)
         predicted = self._predicted.get((group, half_life), 0.0)
         return (attributed + 10 / 3) / (predicted + 10)
 
     @staticmethod
     @cache
-    def _share(retrievals: int, half_life: float) -> float:
+    def _scale(retrievals: int, half_life: float) -> float:
         """One over what a path that every retrieval used would count."""
         total: float = sum(0.5 ** (age / half_life) for age in range(retrievals))
         return 1 / total
 
-    def _rates(self, history: History, age_from: int) -> list[float]:
+    def _rates(self, history: History, time: int, *, but_last: bool = False) -> list[float]:
+        """At `time`, for the topic as a whole; also, as if its last use hadn't been."""
         return [
             self._published.get((history.group, half_life), 1 / 3)
-            * self._share(self._published_at, half_life)
-            * history.decayed(age_from, half_life)
+            * self._scale(self._published_at, half_life)
+            * history.topic.decayed(time, half_life, but_last=but_last)
             for half_life in self.half_lives
         ]
 
     def used(self, history: History, oracle: Oracle) -> None:
         if history in self._histories:
-            rates = self._rates(history, oracle.now)
+            rates = self._rates(history, oracle.now, but_last=True)
             for half_life, rate in zip(self.half_lives, rates, strict=True):
                 key = history.group, half_life
                 self._attributed[key] = self._attributed.get(key, 0.0) + rate / sum(rates)
@@ -113,29 +113,30 @@ class PgdsfPlus(OraclePolicy):
         self._histories.append(history)
         super().used(history, oracle)
         paths = [each for each in self._histories if each.kind == "document"]
-        if len(paths) > self._ghosts:
-            self._histories.remove(paths[0])
+        if len(paths) > self.ghosts:
             oracle.forget(paths[0])
 
+    def forgotten(self, history: History) -> None:
+        self._histories.remove(history)
+
     @staticmethod
-    def _ages(age: int) -> tuple[int, int]:
-        """The grid's cell: 0, 32, 45, 64, 90 and so on."""
-        grid = [0]
-        for power in range(5, 40):
-            grid += [1 << power, ((1 << power) * 181) // 128]
-        return next((low, high) for low, high in pairwise(grid) if low <= age < high)
+    def _until(age: int) -> int:
+        """The next of 32, 45, 64, 90 and so on."""
+        grid = (side * (1 << power) // 128 for power in range(5, 40) for side in (128, 181))
+        return next(step for step in grid if step > age)
 
     def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
         if node.history is None or not node.history.uses:
             return 0.0
-        last = node.history.uses[-1]
-        age, _ = self._ages(oracle.now - last)
-        value = node.cost * sum(self._rates(node.history, last + age))
+        last = node.history.topic.uses[-1]
+        until = last + self._until(oracle.now - last)
+        value = node.cost * node.history.share * sum(self._rates(node.history, until))
         return value * 0.02 if tier == DEVICE and node.on_host else value
 
     def holds_until(self, node: Node, oracle: Oracle) -> float:
-        last = node.history.uses[-1] if node.history and node.history.uses else node.last_use
-        return last + self._ages(oracle.now - last)[1]
+        used = node.history is not None and node.history.uses
+        last = node.history.topic.uses[-1] if node.history and used else node.last_use
+        return last + self._until(oracle.now - last)
 
     def admits(self, kept: list[Node], displaced: list[Node], oracle: Oracle) -> bool:
         gain, loss = (

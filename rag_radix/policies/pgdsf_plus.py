@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rag_radix.history import HALF_LIVES
 from rag_radix.policies.base import Clock, Rank, ReplacementPolicy, TierName
 from rag_radix.statistics import NodeStatistics
 
-# A node is ranked as of an age from a grid: 0, then 32 retrievals and what follows by sqrt(2).
+# A node is ranked as of the next age of a grid, 32 retrievals and what follows by sqrt(2), when
+# it is ranked again.
 _FIRST_AGE = 32
 # What loading a token back costs, of what computing it costs.
 _LOAD_SHARE = 0.02
@@ -24,8 +24,8 @@ class PgdsfPlus(ReplacementPolicy):
     """`mean(cost / new tokens) x rate of use`: prefill seconds saved a token and retrieval.
 
     As in PGDSF the cost is that of the place. In place of a frequency that only grows and a
-    clock that ages it there is an estimate of the rate of use (`ReuseModel`), from counts
-    that decay at several speeds and outlive the node.
+    clock that ages it there is an estimate of the rate of use (`ReuseModel`): the path's share
+    of its topic's uses, whose counts decay at several speeds and outlive the node.
 
     - A node that has a host copy is worth only the load that the device saves.
     - A node goes to host only if its tokens, with those below it that would be lost too, are
@@ -39,26 +39,19 @@ class PgdsfPlus(ReplacementPolicy):
     reclaims_duplicates: ClassVar[bool] = True
 
     def priority(self, statistics: NodeStatistics, clock: Clock) -> float:
-        return self._value(statistics, clock, _grid_age(_age(statistics, clock))[0])
+        return self.rank(statistics, clock).priority
 
     def rank(self, statistics: NodeStatistics, clock: Clock) -> Rank:
         age = _age(statistics, clock)
-        at, until = _grid_age(age)
-        priority = self._value(statistics, clock, at)
-        return Rank(priority, priority, clock.now + until - age)
+        until = _until(age)
+        value = self._value(statistics, clock, until)
+        return Rank(value, value, clock.now + until - age)
 
     @staticmethod
     def _value(statistics: NodeStatistics, clock: Clock, age: int) -> float:
-        history = statistics.history
-        if history is None:
+        if statistics.history is None:
             return 0.0
-        rate = sum(
-            weight * count * 2.0 ** (-age / half_life)
-            for weight, count, half_life in zip(
-                clock.reuse.rates[history.group], history.counts, HALF_LIVES, strict=True
-            )
-        )
-        value: float = statistics.mean_cost_per_token_s * rate
+        value = statistics.mean_cost_per_token_s * clock.reuse.rate(statistics.history, age)
         if clock.tier is TierName.DEVICE and statistics.has_host_copy:
             value *= _LOAD_SHARE
         return value
@@ -87,14 +80,14 @@ class PgdsfPlus(ReplacementPolicy):
 
 def _age(statistics: NodeStatistics, clock: Clock) -> int:
     history = statistics.history
-    return clock.now - (statistics.last_access if history is None else history.last_use)
+    return clock.now - (statistics.last_access if history is None else history.topic.last_use)
 
 
-def _grid_age(age: int) -> tuple[int, int]:
-    """The largest age of the grid up to `age`, and the next one."""
+def _until(age: int) -> int:
+    """The smallest age of the grid above `age`."""
     if age < _FIRST_AGE:
-        return 0, _FIRST_AGE
+        return _FIRST_AGE
     doublings = (age // _FIRST_AGE).bit_length() - 1
     low, high = _FIRST_AGE << doublings, _FIRST_AGE << (doublings + 1)
     middle = (low * 181) >> 7  # 181 / 128 is sqrt(2), within 0.02%
-    return (low, middle) if age < middle else (middle, high)
+    return middle if age < middle else high

@@ -12,8 +12,6 @@ from rag_radix.policies.base import Clock, ReplacementPolicy
 from rag_radix.policies.slru import Slru
 from rag_radix.statistics import NodeStatistics
 
-_HALF_LIFE = 50_000.0
-_COUNT = HALF_LIVES.index(_HALF_LIFE)
 _SEGMENTS = Slru()
 
 
@@ -62,5 +60,5 @@ def _lately(statistics: NodeStatistics, now: int) -> float:
     if history is None:
         uses, last_use = float(statistics.frequency), statistics.last_access
     else:
-        uses, last_use = history.counts[_COUNT], history.last_use
-    return uses * math.exp2((last_use - now) / _HALF_LIFE)
+        uses, last_use = history.count, history.last_use
+    return uses * math.exp2((last_use - now) / HALF_LIVES[-1])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rag_radix.history import Kind, PathHistory
+from rag_radix.history import Kind, PathHistory, Topic
 from rag_radix.policies import POLICIES, make_policy
 from rag_radix.policies.adaptive import Adaptive
 from rag_radix.policies.base import TierName
@@ -56,7 +56,7 @@ class Leaves:
         self._ids += 1
         leaf = Leaf(self._ids, tokens, self._now)
         if self.policy.uses_history:
-            leaf.statistics.history = PathHistory()
+            leaf.statistics.history = PathHistory(Topic())
         self.evictable[leaf.id] = leaf
         self.use(leaf)
 
@@ -68,6 +68,7 @@ class Leaves:
         statistics.last_access = self._now
         statistics.add_cost(self.random.random(), 1 + self._now % 7)
         if statistics.history is not None:
+            clock.reuse.use_topic(statistics.history.topic, self._now)
             clock.reuse.use(statistics.history, self._now, Kind.DOCUMENT)
         clock.observe(statistics)
         self.tier.rank(leaf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rag_radix.history import PathHistory
+from rag_radix.history import Kind, PathHistory, Topic
 from rag_radix.statistics import NodeStatistics
 
 
@@ -13,7 +13,12 @@ def used(frequency=1, document_frequency=0, cost=0.5, samples=1, last_access=0, 
 
 
 def history_of(*times):
-    history = PathHistory()
+    history = PathHistory(Topic())
     for now in times:
-        history.record(now)
+        use(history, now)
     return history
+
+
+def use(history, now):
+    history.topic.record(now)
+    history.record(Kind.DOCUMENT)

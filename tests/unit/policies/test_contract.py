@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rag_radix.errors import ConfigError
-from rag_radix.history import PathHistory, ReuseModel
+from rag_radix.history import PathHistory, ReuseModel, Topic
 from rag_radix.policies import POLICIES, ReplacementPolicy, make_policy
 from rag_radix.policies.base import Clock
 from rag_radix.statistics import NodeStatistics
 
-from .nodes import history_of, used
+from .nodes import history_of, use, used
 
 pytestmark = pytest.mark.parametrize("name", sorted(POLICIES))
 often = settings(max_examples=30, deadline=None)
@@ -84,8 +84,8 @@ def _plain(value):
         return value.tolist()
     if isinstance(value, ReuseModel):
         return {name: _plain(part) for name, part in vars(value).items()}
-    if isinstance(value, PathHistory):
-        return {name: getattr(value, name) for name in value.__slots__}
+    if isinstance(value, PathHistory | Topic):
+        return {name: _plain(getattr(value, name)) for name in value.__slots__}
     return value
 
 
@@ -115,7 +115,7 @@ def test_a_use_never_lowers_a_node(name, moment):
     node.document_frequency += 1
     node.last_access = clock.now
     if node.history is not None:
-        node.history.record(clock.now)
+        use(node.history, clock.now)
     clock.observe(node)
     assert policy.priority(node, clock) >= before
 

@@ -4,7 +4,7 @@ import pytest
 
 from rag_radix.policies import make_policy
 from rag_radix.policies.base import Clock, TierName
-from rag_radix.policies.pgdsf_plus import _grid_age
+from rag_radix.policies.pgdsf_plus import _until
 
 from .nodes import history_of, used
 
@@ -36,11 +36,9 @@ def test_worth_falls_with_age_and_in_steps_only():
 
 @pytest.mark.parametrize("age", [0, 1, 31, 32, 44, 45, 63, 64, 1_000, 123_456])
 def test_a_rank_holds_until_the_next_step(age):
-    at, until = _grid_age(age)
-    assert at <= age < until
-    assert _grid_age(until - 1) == (at, until)
-    assert _grid_age(until)[0] == until
-    assert until <= max(32, 1.45 * at)
+    until = _until(age)
+    assert age < until <= max(32, 1.45 * age)
+    assert _until(until - 1) == until
     rank = POLICY.rank(used(history=history_of(7)), clock(7 + age))
     assert rank.until == 7 + until
     assert rank.floor == rank.priority
