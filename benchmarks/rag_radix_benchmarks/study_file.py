@@ -90,10 +90,19 @@ class Machine:
 
 @dataclass(frozen=True)
 class Study:
-    """All parts, by name."""
+    """All parts, by name.
+
+    Attributes:
+        name: Of its file.
+        title: Of its report.
+        conditions: What of them differs from the paper's.
+        machine: For estimates.
+        parts: In the order of the report.
+    """
 
     name: str
     title: str
+    conditions: str
     machine: Machine
     parts: dict[str, Part]
 
@@ -152,7 +161,11 @@ def _study(name: str, content: dict[str, Any]) -> Study:
     common_quick = tuple(shlex.split(content["common_quick"]))
     parts = [_part(each, common, common_quick) for each in content["part"]]
     return Study(
-        name, content["title"], Machine(**content["machine"]), {each.name: each for each in parts}
+        name=name,
+        title=content["title"],
+        conditions=content["conditions"].strip(),
+        machine=Machine(**content["machine"]),
+        parts={each.name: each for each in parts},
     )
 
 

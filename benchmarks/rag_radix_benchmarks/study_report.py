@@ -29,7 +29,7 @@ def write_report(study: Study, results: Results, path: Path) -> None:
     charts = path.parent / "results"
     charts.mkdir(parents=True, exist_ok=True)
     measured = {name: results.of(part) for name, part in study.parts.items()}
-    blocks = [f"# {study.title}", *_head(measured)]
+    blocks = [f"# {study.title}", *_head(study, measured)]
     header = ["part", "the paper", "here", "measured"]
     rows = [_row(part, measured[name]) for name, part in study.parts.items()]
     blocks.append(markdown(header, rows, align="---"))
@@ -39,12 +39,13 @@ def write_report(study: Study, results: Results, path: Path) -> None:
     path.write_text("\n\n".join(blocks) + "\n")
 
 
-def _head(measured: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
+def _head(study: Study, measured: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
     meanings = "; ".join(f"*{word}*: {meaning}" for word, meaning in MEANINGS.items())
     yield (
         "Written by `rag-radix bench study --write`; nothing here is edited by hand. "
         f"The paper is {PAPER}: LLaMA2-7B and Mistral-7B on an A10G, larger models on H800s, "
-        "documents of Wikipedia; its baselines keep their caches in GPU memory alone."
+        f"documents of Wikipedia; its baselines keep their caches in GPU memory alone. "
+        f"{study.conditions}"
     )
     yield (
         "Ratios are the arm's time by the reference's, so above 1 the reference is faster; their "

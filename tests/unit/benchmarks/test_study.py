@@ -16,6 +16,7 @@ from rag_radix.errors import ConfigError
 
 FILE = """
 title = "A study"
+conditions = "Small."
 common = "--documents 40 --document-tokens 100 --repeats 2"
 common_quick = "--requests 5"
 
