@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -99,11 +99,7 @@ class Control:
 
     def arrived(self, req: Any) -> None:
         """`req` comes to the waiting queue."""
-        if not self._tree.settings.retire_older_versions:
-            return
-        retrieval = self._tree.speculations.retrieval(req)
-        for index in range(len(retrieval.annotation.documents)):
-            document = retrieval.document_key(index)
+        for document in self._versioned(req):
             if self._versions.is_newer(document):
                 self._retirement.retire(
                     Selector(
@@ -112,16 +108,25 @@ class Control:
                         newer_version=document.version,
                     )
                 )
-            elif self._versions.is_older(document):
-                req.skip_radix_cache_insert = True
+
+    def _versioned(self, req: Any) -> list[DocumentKey]:
+        """The documents of `req`, where versions retire each other."""
+        if not self._tree.settings.retire_older_versions:
+            return []
+        retrieval = self._tree.speculations.retrieval(req)
+        return [retrieval.document_key(i) for i in range(len(retrieval.annotation.documents))]
 
     def pass_begins(self) -> None:
         """The scheduler looks for what to run next."""
         if self.metrics is not None:
             self.metrics.update()
 
-    def started(self, reqs: Iterable[Any]) -> None:
+    def started(self, reqs: Sequence[Any]) -> None:
         """A pass begins in which `reqs` prefill."""
+        for req in reqs:
+            # It may have waited while a newer version came.
+            if any(map(self._versions.is_older, self._versioned(req))):
+                req.skip_radix_cache_insert = True
         self._retirement.started(reqs)
 
     def named(self, end: DocumentNode, document: DocumentKey) -> None:

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -99,6 +100,23 @@ def test_an_invalidated_document_is_computed_anew(server, prompts):
     report = assert_intact(server)
     assert report["nodes"] == 0
     assert report["device"]["cached_tokens"] == report["host"]["cached_tokens"] == 0
+
+
+def test_a_request_that_is_computing_ends_with_its_answer_and_leaves_nothing(server, prompts):
+    prompt = max(prompts, key=lambda prompt: len(prompt.tokens))
+    server.post("/rag/invalidate", {"all": True})
+    cold = ask(server, prompt)
+    server.post("/rag/invalidate", {"all": True})
+    name, marked = prompt.documents[0][0], 0
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, server, prompt)
+        while not answer.done():
+            with suppress(urllib.error.HTTPError):  # it isn't there yet, or not any more
+                marked += server.post("/rag/invalidate", {"id": name})["requests"]
+    assert answer.result().tokens == cold.tokens
+    assert marked == 1
+    assert listed(server) == {}
+    assert assert_intact(server)["control"]["retired_nodes"] == 0
 
 
 def test_a_command_says_what_it_has_removed(server, prompts):

@@ -57,6 +57,15 @@ def test_what_an_older_version_computes_afterwards_is_not_kept():
         assert versions(h) == {"2"}
 
 
+def test_an_older_version_that_waited_when_the_newer_one_came_is_not_kept():
+    with harness(device_tokens=1000, policy_config=CONFIG) as h:
+        late = arrive(h, "1")
+        newer = arrive(h, "2", text="a, changed")
+        run(h, late)
+        run(h, newer)
+        assert versions(h) == {"2"}
+
+
 def test_only_the_same_namespace_is_concerned():
     with harness(device_tokens=1000, policy_config=CONFIG) as h:
         run(h, arrive(h, "1", extra_key="tenant"))
