@@ -47,7 +47,9 @@ def listed(server: Server, query: str = "limit=1000") -> dict[str, dict[str, Any
 
 
 def status(server: Server, path: str, body: Any = None, key: str | None = None) -> int:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(server.url + path, data, headers)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,3 +112,41 @@ def test_the_dashboard_shows_what_there_is():
             }
             assert all(set(names.split(", ")) <= labels.get(each, set()) for each in used)
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_series_of_a_scheduler_are_seen_by_the_process_that_answers(tmp_path):
+    # A registry of several processes has to be named before Prometheus is imported.
+    program = """
+import subprocess, sys
+from tree_harness import harness
+from unit.tree.prompts import prompt
+from rag_radix.control.metrics import TreeMetrics
+with harness(device_tokens=1000, host_tokens=1000) as h:
+    reported = TreeMetrics(h.tree, dict, 3)
+    h.serve(*prompt("a"))
+    reported.update()
+"""
+    answer = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+    environment = {
+        **os.environ,
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    shown = ""
+    for each in (program, answer):
+        command = [sys.executable, "-W", "ignore", "-c", each]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        shown = done.stdout
+    for metric in METRICS:
+        assert re.search(rf'^{metric.series}{{[^}}]*dp_rank="3"', shown, re.MULTILINE), (
+            metric.series
+        )
+    assert re.search(r"^rag_radix_requests_total{.*} 1\.0", shown, re.MULTILINE)
+    bucket = r'^rag_radix_tree_seconds_bucket{dp_rank="3",le="1\.0",operation="publish"}'
+    assert re.search(bucket, shown, re.MULTILINE)

@@ -308,3 +308,27 @@ def test_a_namespace_of_the_retired_equals_no_other():
     assert "x" != one  # noqa: SIM300
     assert one != RetiredNamespace("x")
     assert len({one, "x", RetiredNamespace("x")}) == 3
+
+
+def test_new_weights_leave_nothing_even_where_sglang_does_not_flush():
+    from types import SimpleNamespace
+
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Updater,
+    )
+
+    from rag_radix import scheduler_hooks
+
+    target = f"{Updater.__module__}.{Updater.__name__}.flush_cache_after_weight_update"
+    _, hook = scheduler_hooks.TARGETS[target]
+    with harness(device_tokens=2000, host_tokens=2000) as h:
+        h.serve(*prompt("b"))
+        req = start(h, "a")
+        updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=h.tree))
+        asked = SimpleNamespace(flush_cache=False, torch_empty_cache=False)
+        result = Updater.flush_cache_after_weight_update(updater, asked, True, "")
+        assert hook(result, updater, asked, True, "") is None
+        assert req.skip_radix_cache_insert
+        h.publish(req)
+        end(h, req)
+        assert h.nodes() == []
