@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rag_radix.cli import main
+from rag_radix.control import warming
 from rag_radix.control.tables import bar, printable, shortened, table
 from rag_radix.replay.trace import TraceDocument, TraceRequest, write_trace
 
@@ -172,6 +175,25 @@ def test_those_documents_of_a_trace_are_warmed_that_pay_most(server, tmp_path):
     options = ["warm", str(source), "--trace", str(trace), "--top", "2", "--url", server.url]
     assert main(options) == 0
     assert [each["id"] for each in server.calls[-1][1]["documents"]] == ["a", "b"]
+
+
+def test_an_order_at_start_is_sent_once_the_server_is_up(server, tmp_path):
+    order = {"documents": [{"id": "a", "text": "one"}]}
+    path = tmp_path / "warm.json"
+    path.write_text(json.dumps(order))
+    server.answers["/health"] = 200, {}
+    server.answers["/rag/warm"] = 200, PROGRESS
+    warming.at_start(
+        SimpleNamespace(
+            radix_eviction_policy_config={"warm": str(path)},
+            url=lambda: server.url,
+            admin_api_key="admin",
+            api_key="user",
+        )
+    )
+    while len(server.calls) < 2:
+        time.sleep(0.01)
+    assert server.calls == [("/health", None, None), ("/rag/warm", order, "Bearer admin")]
 
 
 def test_a_refusal_is_told_with_its_reason(server, capsys):

@@ -117,7 +117,6 @@ def test_the_dashboard_shows_what_there_is():
 def test_the_series_of_a_scheduler_are_seen_by_the_process_that_answers(tmp_path):
     # A registry of several processes has to be named before Prometheus is imported.
     program = """
-import subprocess, sys
 from tree_harness import harness
 from unit.tree.prompts import prompt
 from rag_radix.control.metrics import TreeMetrics
