@@ -195,6 +195,8 @@ class Plan:
                 raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: give at least 1")
         if options.programs and options.corpus is None:
             raise ConfigError("--programs ask a --corpus, which isn't given")
+        if options.programs and any(arm.is_peer for arm in arms):
+            raise ConfigError("--programs ask servers of SGLang, so there can't be a peer")
         for arm in arms:
             if arm.programs != ProgramStyle() and not options.programs:
                 raise ConfigError(f"--arms {arm.name!r} says how programs retrieve: add --programs")

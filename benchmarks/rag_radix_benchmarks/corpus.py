@@ -111,8 +111,7 @@ class CorpusQuestions:
 class CorpusPrograms(CorpusQuestions):
     """The same questions, asked by `rag_retrieve()` programs.
 
-    What a program sends is text, which a server without the knowledge tree tokenizes as a whole:
-    its prompts can have a few tokens less. Documents and the bound are those of the retriever's
+    Prompts have the same tokens in all arms. Documents found and the bound are of the retriever's
     order.
 
     Attributes:
@@ -132,6 +131,11 @@ class CorpusPrograms(CorpusQuestions):
         waited = _waited(self.index, self.search_s)
         waited.prepare(queries, self.k)
         return waited
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return _tokenizer(self.model_path)
 
     def tokens(self, text: str) -> tuple[int, ...]:
         """Token ids of an answer."""

@@ -103,7 +103,7 @@ class Experiment:
         from rag_radix_benchmarks.program_client import ProgramClient
 
         assert isinstance(self._workload, CorpusPrograms)
-        return ProgramClient(server.url, self._workload, arm.programs)
+        return ProgramClient(server.url, self._workload, arm)
 
     def _read_vocabulary(self, server: ArmServer) -> list[int]:
         """From the server at hand, or where that is a peer, from another one."""

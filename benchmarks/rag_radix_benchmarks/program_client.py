@@ -10,9 +10,10 @@ from typing import Any
 import sglang as sgl
 from rag_radix_frontend import RagEndpoint, Retriever, rag_retrieve
 
-from rag_radix_benchmarks.arms import ProgramStyle
+from rag_radix_benchmarks.arms import Arm, ProgramStyle
 from rag_radix_benchmarks.corpus import INSTRUCTION, CorpusPrograms, question_text
 from rag_radix_benchmarks.load import LoadError, Outcome, Run
+from rag_radix_benchmarks.piecewise_endpoint import PiecewiseEndpoint
 
 
 @sgl.function  # type: ignore[untyped-decorator, unused-ignore]
@@ -37,13 +38,17 @@ class ProgramClient:
     Args:
         url: Of the server.
         workload: What the programs ask.
-        style: How an arm's programs retrieve.
+        arm: Whose programs these are.
     """
 
-    def __init__(self, url: str, workload: CorpusPrograms, style: ProgramStyle) -> None:
-        self._endpoint = RagEndpoint(url)
+    def __init__(self, url: str, workload: CorpusPrograms, arm: Arm) -> None:
+        self._endpoint = (
+            RagEndpoint(url)
+            if arm.built["cache"] == "KnowledgeTree"
+            else PiecewiseEndpoint(url, workload.tokenizer)
+        )
         self._workload = workload
-        self._style = style
+        self._style = arm.programs
 
     def open_loop(self, questions: Sequence[tuple[int, str]], due_s: Sequence[float]) -> Run:
         """Start each program when it is due.

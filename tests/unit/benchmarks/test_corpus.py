@@ -11,7 +11,10 @@ import pytest
 from e2e.exactness import MODEL
 from rag_radix_benchmarks import corpus
 from rag_radix_benchmarks.corpus import INSTRUCTION, CorpusPrograms, CorpusQuestions, question_text
-from rag_radix_frontend import FaissRetriever, build_index
+from rag_radix_benchmarks.piecewise_endpoint import PiecewiseEndpoint
+from rag_radix_frontend import FaissRetriever, RagEndpoint, build_index
+from rag_radix_frontend.retriever import final_documents
+from rag_radix_frontend.template import DEFAULT_TEMPLATE, compile_template
 
 from rag_radix.errors import ConfigError
 
@@ -136,3 +139,24 @@ def test_a_search_that_is_waited_for_takes_so_long_and_finds_the_same(index):
     assert time.perf_counter() - started >= 0.05
     (searched,) = programs(index, 0.0).retriever(["Bread"]).retrieve("Bread", 2)
     assert stage == again == searched
+
+
+def test_a_server_without_the_tree_is_sent_the_tokens_that_one_with_it_makes(index, monkeypatch):
+    workload, sent = programs(index, 0.0), []
+    monkeypatch.setattr(RagEndpoint, "__init__", lambda self, url: None)
+    monkeypatch.setattr(
+        RagEndpoint, "_post", lambda self, route, data, timeout_s=None: sent.append(data)
+    )
+    part = workload.part(0)
+    (number, query), ids = part.questions[0], part.prompts[0]
+    documents = [document for document, _ in final_documents(workload.retriever([]), query, 2)]
+    text, placed = INSTRUCTION, []
+    for document in documents:
+        start = len(text)
+        text += compile_template(DEFAULT_TEMPLATE)(document)
+        placed.append({"id": document.id, "start": start, "end": len(text)})
+    text += question_text(number, query)
+    custom = {"rag": {"documents": placed, "unit": "char"}}
+    asked = {"text": text, "sampling_params": {"n": 1, "custom_params": custom}, "rid": "1"}
+    PiecewiseEndpoint("http://h", workload.tokenizer)._post("/generate", asked)
+    assert sent == [{"input_ids": list(ids), "sampling_params": {"n": 1}, "rid": "1"}]
