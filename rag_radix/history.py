@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import numpy as np
 
-HALF_LIVES = (150.0, 3_000.0, 50_000.0)
+HALF_LIVES = (100.0, 3_000.0, 50_000.0)
 """In retrievals: about what a burst, a trend and a document's popularity last."""
 
 _DECAYS = np.exp2(-1 / np.array(HALF_LIVES))

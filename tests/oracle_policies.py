@@ -57,7 +57,7 @@ class PgdsfPlus(OraclePolicy):
 
     gives_up_duplicates = True
     rises = True
-    half_lives = (150.0, 3_000.0, 50_000.0)
+    half_lives = (100.0, 3_000.0, 50_000.0)
 
     def __init__(self, ghosts: int) -> None:
         self.ghosts = ghosts

@@ -22,7 +22,7 @@ def test_counts_decay_by_half_in_a_half_life():
         assert topic.counts_at(10 + int(half_life))[index] == pytest.approx(0.5)
     topic.record(10 + int(HALF_LIVES[0]))
     assert topic.counts[0] == pytest.approx(1.5)
-    assert (topic.uses, topic.last_use) == (2, 160)
+    assert (topic.uses, topic.last_use) == (2, 110)
 
 
 def test_documents_in_another_order_or_choice_are_the_same_topic():
