@@ -176,7 +176,11 @@ class Expiries:
 
     async def _expire(self, expires_s: float) -> None:
         await asyncio.sleep(expires_s - time.monotonic())
-        ranks = await self._call(EXPIRE_ACTION, max(expires_s, time.monotonic()))
+        try:
+            ranks = await self._call(EXPIRE_ACTION, max(expires_s, time.monotonic()))
+        except RpcError as error:
+            logger.error("Control: pins didn't end: %s", error)
+            return
         logger.info("Control: %s", json.dumps({"action": "expire pins", "pins": ranks}))
 
 

@@ -114,6 +114,7 @@ def test_the_dashboard_shows_what_there_is():
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
+@pytest.mark.slow
 def test_the_series_of_a_scheduler_are_seen_by_the_process_that_answers(tmp_path):
     # A registry of several processes has to be named before Prometheus is imported.
     program = """
