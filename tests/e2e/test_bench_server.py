@@ -10,6 +10,7 @@ import psutil
 import pytest
 from e2e.cpu_server import Server, running_server
 from e2e.tiny_model import make_tiny_llama
+from rag_radix_frontend import build_index
 
 from rag_radix.cli import main
 from rag_radix.environment import COMPARISON
@@ -93,6 +94,33 @@ def test_a_peer_is_asked_through_the_openai_interface(model, stock_lru, capsys):
     assert peer["tpot_s"]["mean"] > 0
     assert report["answers"] == {
         "stock-lru": {"compared": 10, "different": 0, "first_tokens_different": 0}
+    }
+
+
+def test_programs_search_while_they_generate(model, stock_lru, tmp_path, capsys):
+    source = tmp_path / "source.jsonl"
+    texts = (
+        f"Note {number}\n\nThe number after {number} is {number + 1}." for number in range(200)
+    )
+    lines = (json.dumps({"id": f"d{number}", "text": text}) for number, text in enumerate(texts))
+    source.write_text("\n".join(lines))
+    build_index(source, tmp_path / "index", kind="ivf")
+    arms = f"stock-lru@{stock_lru.url},knowledge-tree+speculation"
+    options = ["--corpus", str(tmp_path / "index"), "--programs", "--search-ms", "200"]
+    options += ["--repeats", "1", "--concurrency", "1", "--output-tokens", "2", "--json"]
+    assert bench(model, arms, *options) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    stock, ours = report["loads"]["1 at once"].values()
+    assert 0.2 <= stock["search_not_overlapped_s"] <= stock["ttft_s"]["mean"]
+    assert ours["search_not_overlapped_s"] < ours["ttft_s"]["mean"]
+    (tree,) = report["trees"]["1 at once"].values()
+    assert tree["speculation"]["promoted"] > 0
+    # The same tokens are asked of both, though only one of them cuts prompts at documents.
+    assert report["answers"]["stock-lru"] == {
+        "compared": 10,
+        "different": 0,
+        "first_tokens_different": 0,
     }
 
 
