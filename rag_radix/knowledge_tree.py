@@ -76,6 +76,7 @@ class KnowledgeTree(UnifiedRadixCache):
         self.speculations = Speculations(self)
         self.control = Control(self)
         self.waiting: Callable[[], Iterable[Any]] = tuple
+        self._is_alone = False  # among ranks; where there is a host tier
         super().__init__(params)
 
     @property
@@ -87,6 +88,7 @@ class KnowledgeTree(UnifiedRadixCache):
         """Attach the host tier and copy to it at eviction, whatever `--hicache-write-policy`
         says: write-through would copy every insert, questions and outputs included."""
         super().init_hicache(server_args, params)
+        self._is_alone = self.tp_world_size == self.pp_size == params.attn_cp_size == 1
         self.cache_controller.write_policy = "write_back"
         self.is_write_back = True
 
@@ -180,8 +182,16 @@ class KnowledgeTree(UnifiedRadixCache):
         self.control.unlocked()
 
     def check_hicache_events(self) -> None:
-        super().check_hicache_events()
+        # Ranks agree there on what is done; one alone need not ask while there is nothing.
+        if not (self._is_alone and self._rests()):
+            super().check_hicache_events()
         self.control.unlocked()
+
+    def _rests(self) -> bool:
+        """Whether no copy is queued or in flight, in either direction."""
+        queued = self.cache_controller.write_queue
+        under_way = self.ongoing_write_through or self.ongoing_load_back
+        return not (queued or under_way or self.enable_storage)
 
     # Speculations that are promoted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from rag_radix import wire
@@ -136,11 +136,11 @@ class Retrieval:
         """By document that gets a node of its own: identifies the prompt up to its end, in
         its namespace."""
         if self.kept_documents and not self.keys:
-            namespace = repr((self.extra_key, self.cache_salt)).encode()
-            path = blake2b(digest_size=16, key=blake2b(namespace).digest())
+            # Processors compute this one faster than the others.
+            path = sha256(sha256(repr((self.extra_key, self.cache_salt)).encode()).digest())
             tokens, start = memoryview(array("q", req.origin_input_ids)), 0
             for span in self.kept_documents:
                 path.update(tokens[start : span.end])
-                self.keys.append(path.digest())
+                self.keys.append(path.digest()[:16])
                 start = span.end
         return self.keys
