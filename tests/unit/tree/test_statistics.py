@@ -288,3 +288,31 @@ def test_a_node_that_a_storage_backend_brings_is_ranked_like_any_other():
         assert node in core.evictable_host_leaves
         assert node.offered[TierName.HOST] == node.ranks[TierName.HOST]
         assert h.tree.component.host.pop() is node
+
+
+def test_what_sglang_inserts_by_itself_is_ranked_like_any_other():
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    with harness(device_tokens=400) as h:
+        key = RadixKey(array("q", document("x")), None)
+        h.tree.insert(InsertParams(key=key, value=h.allocator.alloc(40)))
+        (node,) = h.nodes()
+        assert node.statistics.tokens == 40
+        assert node.offered[TierName.DEVICE] == node.ranks[TierName.DEVICE]
+        h.tree.check_integrity()
+        assert h.tree.component.device.pop() is node
+
+
+def test_a_request_whose_kv_ranks_share_out_is_inserted_by_sglang_and_counted_alike():
+    with harness(device_tokens=1000) as h:
+        for _ in range(2):
+            req = h.request(*prompt("a", "b"))
+            req.kv_rotation_base = 0
+            h.admit(req)
+            h.compute(req)
+            h.publish(req)
+            h.finish(req)
+            h.check()
+        assert h.ends()["a"].statistics.frequency == h.ends()["b"].statistics.frequency == 2
+        assert {node.rotation_base for node in h.nodes()} == {0}
