@@ -68,7 +68,8 @@ def _check_node(tree: KnowledgeTree, node: DocumentNode) -> None:
         f"node {node.id}: on host without a counted copy"
     )
     statistics = node.statistics
-    assert statistics.cost_samples <= max(statistics.frequency, 1), f"node {node.id}: cost samples"
+    # One for each retrieval that computed it; before the first, it may have had a cost alone.
+    assert statistics.cost_samples <= statistics.frequency + 1, f"node {node.id}: cost samples"
     assert statistics.last_access <= tree.tree_core.access_time, f"node {node.id}: access time"
     assert not (node.occurrences and node.is_tail), f"node {node.id}: a document and a tail"
     if parent is not root:

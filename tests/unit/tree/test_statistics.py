@@ -316,3 +316,24 @@ def test_a_request_whose_kv_ranks_share_out_is_inserted_by_sglang_and_counted_al
             h.check()
         assert h.ends()["a"].statistics.frequency == h.ends()["b"].statistics.frequency == 2
         assert {node.rotation_base for node in h.nodes()} == {0}
+
+
+def test_an_output_that_a_later_prompt_computes_again_has_a_cost_of_both():
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a")
+        output = [9_000_001, 9_000_002, 9_000_003]
+        first = h.request(tokens, spans)
+        h.admit(first)
+        h.compute(first)
+        h.publish(first)
+        # Its prompt goes on with an answer that isn't in the tree yet.
+        second = h.request([*tokens, *output, 9_000_009], spans)
+        h.admit(second)
+        for token in output:
+            h.decode(first, token)
+        h.finish(first)
+        h.compute(second)
+        h.publish(second)
+        h.finish(second)
+        h.check()
+        assert 2 in {node.statistics.cost_samples for node in h.nodes()}
