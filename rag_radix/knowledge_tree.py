@@ -336,7 +336,7 @@ class KnowledgeTree(UnifiedRadixCache):
             statistics = node.statistics
             statistics.frequency += 1
             statistics.last_access = core.access_time
-            self._count_documents(retrieval, start)
+            self._count_documents(retrieval, end - 1)
             index = bisect_right(starts, start) - 1
             if index >= 0 and end <= retrieval.kept_documents[index].end:
                 statistics.document_frequency = max(

@@ -130,18 +130,23 @@ def _invalidated(tree: Any, _queue: Mapping[str, Any]) -> Values:
 
 METRICS: tuple[Metric, ...] = (
     Metric("requests", "counter", "Requests counted at their first prefill", _request("requests")),
-    Metric("prompt_tokens", "counter", "Tokens of their prompts", _request("prompt_tokens")),
-    Metric("hit_tokens", "counter", "Of these, found", _found("tokens"), "tier"),
-    Metric("missed_tokens", "counter", "Of these, computed", _missed_tokens),
-    Metric("documents", "counter", "Documents that they asked for", _request("documents")),
+    Metric(
+        "prompt_tokens",
+        "counter",
+        "Tokens of the prompts of counted requests",
+        _request("prompt_tokens"),
+    ),
+    Metric("hit_tokens", "counter", "Prompt tokens found", _found("tokens"), "tier"),
+    Metric("missed_tokens", "counter", "Prompt tokens computed", _missed_tokens),
+    Metric("documents", "counter", "Documents that requests named", _request("documents")),
     Metric(
         "hit_documents",
         "counter",
-        "Of these, found whole; on host when a part of it was there",
+        "Documents found whole; on host when a part of it was there",
         _found("documents"),
         "tier",
     ),
-    Metric("missed_documents", "counter", "Of these, not found whole", _missed_documents),
+    Metric("missed_documents", "counter", "Documents not found whole", _missed_documents),
     Metric(
         "saved_prefill_seconds",
         "counter",
@@ -149,7 +154,7 @@ METRICS: tuple[Metric, ...] = (
         _request("saved_prefill_s"),
     ),
     Metric("evicted_nodes", "counter", "Nodes that left a tier", _evicted("nodes"), "tier"),
-    Metric("evicted_tokens", "counter", "Their tokens", _evicted("tokens"), "tier"),
+    Metric("evicted_tokens", "counter", "Tokens that left a tier", _evicted("tokens"), "tier"),
     Metric(
         "swapped_out_nodes",
         "counter",
@@ -157,14 +162,19 @@ METRICS: tuple[Metric, ...] = (
         lambda tree, _queue: {"": tree.tree_core.swapped_out_nodes},
     ),
     Metric("moved_tokens", "counter", "Tokens copied between tiers", _moved_tokens, "way"),
-    Metric("moved_bytes", "counter", "Their bytes", _moved_bytes, "way"),
+    Metric("moved_bytes", "counter", "Bytes copied between tiers", _moved_bytes, "way"),
     Metric(
         "refused_nodes",
         "counter",
         "Nodes that the policy didn't find worth a copy to host",
         _request("refused_nodes"),
     ),
-    Metric("refused_tokens", "counter", "Their tokens", _request("refused_tokens")),
+    Metric(
+        "refused_tokens",
+        "counter",
+        "Tokens that the policy didn't find worth a copy to host",
+        _request("refused_tokens"),
+    ),
     Metric(
         "dropped_tail_tokens",
         "counter",

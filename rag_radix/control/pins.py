@@ -186,8 +186,8 @@ class Pins:
                 f"needs {missing:,} more than that leaves: unpin others, or raise {share} in "
                 "--radix-eviction-policy-config"
                 + (
-                    " (of the device tier one request of the greatest length, --context-length, "
-                    "always stays free)"
+                    " (of the device tier one request of the greatest length always stays free, so "
+                    "where that is most of the tier, lower --context-length)"
                     if pin.tier == "device"
                     else ""
                 )

@@ -17,7 +17,8 @@ API key where that is set. With several data-parallel ranks the answers of all s
   up; 404 when there was none.
 - `GET /rag/pins`: the pins, with ``expires_in_s``, and what of each tier's budget they take.
 - `POST /rag/warm` ``{"prefix", "documents", "tokens_per_s"}``: compute documents in the background,
-  see `warming.parse_order`; 409 while another order is being carried out. Answers the progress, as
+  see `warming.parse_order`; 409 while another order is being carried out, or where speculations
+  are off. Answers the progress, as
   does `GET /rag/warm`; `DELETE /rag/warm` leaves the rest. With several HTTP workers each knows its
   own orders.
 """
@@ -53,6 +54,7 @@ from rag_radix.control.warming import FIELDS as WARM_FIELDS
 from rag_radix.control.warming import MAX_BODY_BYTES as MAX_WARM_BYTES
 from rag_radix.control.warming import Generate, Warming, parse_order
 from rag_radix.errors import ControlError, RefusedError, RpcError, UnknownDocumentError
+from rag_radix.names import POOL_ACTION
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +135,11 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
     async def warm(request: Request) -> Any:
         body = parse_object(await request.body(), WARM_FIELDS, MAX_WARM_BYTES)
         order = parse_order(body)
+        if not any(pool["max_prefill_bs"] for pool in await call(POOL_ACTION, None)):
+            raise RefusedError(
+                "documents are warmed by speculations, which max_prefill_bs=0 in "
+                "--radix-eviction-policy-config refuses: raise it"
+            )
         warming.start(order)
         log_action("warm", request, documents=len(order.documents))
         return asdict(warming.progress)

@@ -61,6 +61,7 @@ class Flight:
     phase: str = "waiting"  # or pinned, running, computed
     pins: list[Any] = field(default_factory=list)
     published: int = 0
+    was_published: int = 0  # before it was retracted
     inserted: int = 0
     counted_documents: int = 0
     is_counted: bool = False
@@ -319,6 +320,7 @@ class TreeMachine(RuleBasedStateMachine):
         if flight := self._pick(index, "running", "computed"):
             self.h.drop(flight.req)
             flight.req.reset_for_retract()
+            flight.was_published = max(flight.was_published, flight.published)
             flight.phase, flight.tokens_since_prefill, flight.published = "waiting", 0, 0
 
     @precondition(lambda self: any(flight.guess for flight in self.flights))
@@ -330,6 +332,11 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.h.tree.speculations.promote(flight.req.rid) == "running"
         if flight.published:
             self._count(flight, flight.published)
+        elif flight.was_published and flight.phase in ("running", "computed"):
+            # Retracted and admitted again: what it has found counts.
+            path = self.h.tree.tree_core.path_to(flight.req.last_node)
+            whole = flight.was_published >= self._floor(len(flight.prompt))
+            self._count(flight, sum(len(node.key) for node in path), whole=whole)
 
     @precondition(lambda self: self.answered)
     @rule(index=st.integers(0, 7))

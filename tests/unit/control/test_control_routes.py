@@ -14,6 +14,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from rag_radix.control.routes import add_control_routes
 
 REMOVED = {"places": 1, "paths": [["a"]], "requests": 0}
+ACCEPTING = {"waiting": 0, "max_prefill_bs": 4, "accepts": True}
 
 
 def client(*ranks: Any, keys: tuple[str | None, str | None] = (None, None)) -> TestClient:
@@ -142,7 +143,7 @@ def test_the_schedulers_are_told_when_a_pin_ends():
 
 
 def test_documents_are_warmed_in_order_in_the_background():
-    with client() as server:
+    with client(ACCEPTING) as server:
         documents = [{"id": "a", "text": "one"}, {"id": "b", "version": "2", "text": "two"}]
         documents += [{"id": "c", "text": "too long"}]
         body = {"prefix": "Hi. ", "documents": documents, "tokens_per_s": 1000}
@@ -258,3 +259,12 @@ def test_operators_need_the_admin_key_where_there_is_one(method, path):
         401,
         200,
     ]
+
+
+def test_nothing_is_warmed_where_speculations_are_off():
+    body = {"prefix": "Hi. ", "documents": [{"id": "a", "text": "one"}]}
+    with client({**ACCEPTING, "max_prefill_bs": 0}) as server:
+        reply = server.post("/rag/warm", json=body)
+        assert reply.status_code == 409
+        assert "max_prefill_bs=0" in reply.json()["error"]["message"]
+        assert server.get("/rag/warm").json()["documents"] == 0
