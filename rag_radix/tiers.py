@@ -172,3 +172,6 @@ class DuplicateTier(Tier):
     def rank(self, node: DocumentNode) -> None:
         priority = -node.ranks[TierName.DEVICE].priority
         node.ranks[self.name] = Rank(priority, priority)
+
+    def refresh(self, node: DocumentNode) -> None:
+        """As of when the device ranked it: a priority that rises would be a place that falls."""
