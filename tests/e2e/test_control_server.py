@@ -204,6 +204,7 @@ def test_documents_that_change_under_load_never_give_a_stale_answer(server, prom
     assert_like_cold_ones(server, answers, 25)
 
 
+@pytest.mark.slow
 def test_newer_versions_retire_older_ones_by_themselves(prompts):
     config = json.dumps({"retire_older_versions": True})
     flags = [*FLAGS, "--radix-eviction-policy-config", config, "--enable-metrics"]
