@@ -7,14 +7,17 @@ import os
 import re
 import socket
 import ssl
-import subprocess
 import threading
 import urllib.request
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from rag_radix_frontend import connections as module
 from rag_radix_frontend.connections import Connections
 
@@ -209,15 +212,27 @@ def test_behind_a_proxy_it_is_asked(server: Server, monkeypatch: pytest.MonkeyPa
     assert server.asked[0].startswith(b"POST http://elsewhere.invalid/x ")
 
 
+def self_signed(directory: Path) -> tuple[Path, Path]:
+    """Files with a certificate for localhost and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    certificate_file, key_file = directory / "certificate.pem", directory / "key.pem"
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    certificate_file.write_bytes(certificate.public_bytes(pem))
+    key_file.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    return certificate_file, key_file
+
+
 def test_certificates_are_checked_against_those_given(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    command: list[Any] = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    command += ["-out", certificate, "-keyout", key]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl isn't installed")
+    certificate, key = self_signed(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     server = Server(tls)
