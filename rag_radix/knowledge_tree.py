@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from rag_radix.component import KnowledgeComponent
 from rag_radix.control.control import Control
 from rag_radix.counters import RequestCounters
-from rag_radix.history import Kind, PathHistories, PathHistory
+from rag_radix.counting import Counting
+from rag_radix.history import PathHistories
 from rag_radix.integrity import check_integrity
 from rag_radix.node import UNRANKED, DocumentNode, Occurrence
 from rag_radix.recording import TraceRecorder
@@ -57,6 +57,7 @@ class KnowledgeTree(UnifiedRadixCache):
         counters: What requests found.
         document_frequencies: Retrievals per document; survive eviction, not a flush.
         histories: Uses per path, for policies that ask for them; likewise.
+        recorder: Writes the trace, if one is recorded.
         speculations: Guesses in flight, and those that have ended.
         control: What operators do to it.
         waiting: The requests that wait to be served, next ones first.
@@ -68,11 +69,12 @@ class KnowledgeTree(UnifiedRadixCache):
         self, params: Any, settings: TreeSettings, recorder: TraceRecorder | None = None
     ) -> None:
         self.settings = settings
-        self._recorder = recorder
+        self.recorder = recorder
         self.counters = RequestCounters()
         self.document_frequencies = DocumentFrequencies()
         self.histories = PathHistories()
         self.swap_out = SwapOut(self)
+        self._counting = Counting(self)
         self.speculations = Speculations(self)
         self.control = Control(self)
         self.waiting: Callable[[], Iterable[Any]] = tuple
@@ -128,7 +130,7 @@ class KnowledgeTree(UnifiedRadixCache):
         if self.settings.policy.uses_history:
             retrieval.path_keys(req)
         if retrieval.counts_now(req):
-            self._count(retrieval, path)
+            self._counting.count(retrieval, path)
         self._rank_uncounted(path)
         if self.is_write_back and self.settings.swap_out == "eager":
             self.swap_out.copy_ahead([node for node, _ in path])
@@ -145,7 +147,7 @@ class KnowledgeTree(UnifiedRadixCache):
         core, kv = self.tree_core, req.kv
         above = core.root_node.id if req.lock is None else req.lock.node
         nodes = core.path_to(above)
-        start, end = sum(node.statistics.tokens for node in nodes), self._page_floor(up_to)
+        start, end = sum(node.statistics.tokens for node in nodes), self.page_floor(up_to)
         if start >= end:
             return nodes
         key = RadixKey(
@@ -170,14 +172,15 @@ class KnowledgeTree(UnifiedRadixCache):
         kv.cache_inserted_len = max(kv.cache_inserted_len, end)
         return nodes
 
-    def _kept_bounds(self, retrieval: Retrieval) -> list[tuple[int, int]]:
+    def kept_bounds(self, retrieval: Retrieval) -> list[tuple[int, int]]:
+        """Where the documents begin and end that get nodes of their own, in whole pages."""
         return retrieval.bounds(self.tree_core.page_size)[: len(retrieval.kept_documents)]
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         retrieval = Retrieval.of(req, self.settings.max_depth)
-        if self._recorder is not None and retrieval.counted and req.finished():
-            self._recorder.record(retrieval, len(req.output_ids))
+        if self.recorder is not None and retrieval.counted and req.finished():
+            self.recorder.record(retrieval, len(req.output_ids))
         self.speculations.released(req)
         self.control.unlocked()
 
@@ -199,7 +202,7 @@ class KnowledgeTree(UnifiedRadixCache):
         """Count what `req`, a speculation until now, has put into the tree so far."""
         retrieval = Retrieval.of(req, self.settings.max_depth)
         if req.lock is not None and retrieval.inserted_end > 0 and retrieval.counts_now(req):
-            self._count(retrieval, self._with_ends(self.tree_core.path_to(req.last_node)))
+            self._counting.count(retrieval, self._with_ends(self.tree_core.path_to(req.last_node)))
 
     def path_ids(self, req: Any) -> tuple[int, ...]:
         """The nodes that `req`, which ends, has used or made."""
@@ -214,10 +217,10 @@ class KnowledgeTree(UnifiedRadixCache):
         left = (node_id for node_id in reversed(node_ids) if self.tree_core.has_node(node_id))
         deepest = next(left, None)
         nodes = [] if deepest is None else self.tree_core.path_to(deepest)
-        self._count(retrieval, self._with_ends(nodes))
-        self._count_documents(retrieval, retrieval.prompt_tokens)
-        if self._recorder is not None:
-            self._recorder.record(retrieval, output_tokens)
+        self._counting.count(retrieval, self._with_ends(nodes))
+        self._counting.count_documents(retrieval, retrieval.prompt_tokens)
+        if self.recorder is not None:
+            self.recorder.record(retrieval, output_tokens)
 
     @staticmethod
     def _with_ends(nodes: list[DocumentNode]) -> list[tuple[DocumentNode, int]]:
@@ -236,7 +239,7 @@ class KnowledgeTree(UnifiedRadixCache):
         documents = retrieval.annotation.documents
         if not documents or documents[-1].end <= since:
             return self._with_ends(nodes)
-        spans = self._kept_bounds(retrieval)
+        spans = self.kept_bounds(retrieval)
         cuts = iter([cut for bounds in spans for cut in bounds if cut > since])
         path, start, cut = [], 0, next(cuts, None)
         for node in nodes:
@@ -299,122 +302,8 @@ class KnowledgeTree(UnifiedRadixCache):
             if node.ranks[0] is UNRANKED:
                 self.tree_core.rank(node)
 
-    def _count(self, retrieval: Retrieval, path: list[tuple[DocumentNode, int]]) -> None:
-        """Count the nodes of `path` that belong to the prompt and aren't counted yet, or have
-        left the tree since.
-
-        Args:
-            path: The path's nodes, each with the prompt position where it ends.
-        """
-        core = self.tree_core
-        hit = retrieval.hits.total
-        new_tokens = max(retrieval.prompt_tokens - hit, 1)
-        cost = self.settings.prefill_cost(hit, new_tokens)
-        if not retrieval.counted:
-            retrieval.counted = True
-            if self._recorder is not None:
-                retrieval.counted_at_s = self._recorder.now_s()
-            now = core.advance()
-            if self.settings.policy.uses_history:
-                self.histories.model.advance(now)
-                self._note_topic(retrieval, now)
-            self.counters.requests += 1
-            self.counters.prompt_tokens += retrieval.prompt_tokens
-            self.counters.device_hit_tokens += retrieval.hits.device
-            self.counters.host_hit_tokens += retrieval.hits.host
-            if hit:
-                whole = self.settings.prefill_cost(0, retrieval.prompt_tokens)
-                self.counters.saved_prefill_s += max(whole - cost, 0.0)
-        starts = [start for start, _ in self._kept_bounds(retrieval)]
-        for node, end in path:
-            start = end - node.statistics.tokens
-            if end > retrieval.prompt_tokens:
-                self._note_output(node, start)
-                continue
-            if start < retrieval.counted_end and node.creation_time <= retrieval.counted_at:
-                continue
-            statistics = node.statistics
-            statistics.frequency += 1
-            statistics.last_access = core.access_time
-            self._count_documents(retrieval, end - 1)
-            index = bisect_right(starts, start) - 1
-            if index >= 0 and end <= retrieval.kept_documents[index].end:
-                statistics.document_frequency = max(
-                    statistics.document_frequency, retrieval.document_counts[index]
-                )
-            if self.settings.policy.uses_history:
-                self._note_history(node, retrieval.histories[index] if index >= 0 else None)
-            if end > hit:
-                statistics.add_cost(cost, new_tokens)
-            elif statistics.cost_samples == 0:
-                self._add_cost_alone(node, start)  # computed by a request that didn't count
-            core.rank(node)
-            retrieval.counted_end = max(retrieval.counted_end, end)
-        retrieval.counted_at = time_counter()
-        if retrieval.inserted_end >= self._page_floor(retrieval.prompt_tokens):
-            # Those that share their only page with the end of the prompt, too.
-            self._count_documents(retrieval, retrieval.prompt_tokens)
-
-    def _note_topic(self, retrieval: Retrieval, now: int) -> None:
-        if retrieval.kept_documents:
-            documents = [retrieval.document_key(i) for i in range(len(retrieval.kept_documents))]
-            retrieval.topic = self.histories.use_topic(documents, retrieval.keys[0], now)
-
-    def _note_history(self, node: DocumentNode, above: PathHistory | None) -> None:
-        """Give `node` the history of the last document that begins `above` its end or, for
-        what prompts begin with and for tails, one of its own."""
-        statistics = node.statistics
-        if above is not None and not node.is_tail:
-            statistics.history = above
-        else:
-            kind = Kind.TAIL if node.is_tail else Kind.PREFIX
-            statistics.history = self.histories.record_unnamed(
-                statistics.history, kind, self.tree_core.access_time
-            )
-
-    def _note_output(self, node: DocumentNode, start: int) -> None:
-        """Let a policy see what an output would cost as part of a later prompt."""
-        if node.statistics.cost_samples == 0:
-            self._add_cost_alone(node, start)
-            if self.settings.policy.uses_history:
-                self._note_history(node, None)
-            self.tree_core.rank(node)
-
-    def _add_cost_alone(self, node: DocumentNode, start: int) -> None:
-        tokens = node.statistics.tokens
-        node.statistics.add_cost(self.settings.prefill_cost(start, tokens), tokens)
-
-    def _count_documents(self, retrieval: Retrieval, position: int) -> None:
-        """Count the documents that begin up to `position` and aren't counted yet."""
-        bounds = retrieval.bounds(self.tree_core.page_size)
-        while (index := len(retrieval.document_counts)) < len(bounds):
-            start, end = bounds[index]
-            if start > position:
-                return
-            span = retrieval.annotation.documents[index]
-            if end <= span.start:
-                end = span.end  # it lies within a page, which belongs to what follows
-            document = retrieval.document_key(index)
-            retrieval.document_counts.append(self.document_frequencies.record(document))
-            if self.settings.policy.uses_history and index < len(retrieval.kept_documents):
-                assert retrieval.topic is not None
-                retrieval.histories.append(
-                    self.histories.record(
-                        retrieval.keys[index],
-                        retrieval.topic,
-                        self.tree_core.access_time,
-                        is_first=index == 0,
-                    )
-                )
-            self.counters.documents += 1
-            if end <= retrieval.hits.device:
-                self.counters.device_hit_documents += 1
-                self.document_frequencies.record_hit(document, on_host=False)
-            elif end <= retrieval.hits.total:
-                self.counters.host_hit_documents += 1
-                self.document_frequencies.record_hit(document, on_host=True)
-
-    def _page_floor(self, tokens: int) -> int:
+    def page_floor(self, tokens: int) -> int:
+        """`tokens` in whole pages."""
         page: int = self.tree_core.page_size
         return tokens // page * page
 
