@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ _PHASES = {
     "lock": "inc_lock_ref",
     "unlock": "dec_lock_ref",
 }
-_KNOWLEDGE_PHASES = {"insert": "_publish", "name": "_cut_and_name", "count": "_count"}
+_KNOWLEDGE_PHASES = {"insert": "_publish", "name": "_cut_and_name", "count": "_counting.count"}
 _STOCK_PHASES = {"insert": "insert"}
 
 
@@ -307,13 +308,17 @@ class TreeDriver:
         names = _PHASES | (_KNOWLEDGE_PHASES if self.name == KNOWLEDGE else _STOCK_PHASES)
         seconds: dict[str, list[float]] = {phase: [] for phase in names}
         nested = [0.0]
-        for phase, method in names.items():
-            setattr(self.tree, method, _timed(getattr(self.tree, method), seconds[phase], nested))
+        timed = []
+        for phase, path in names.items():
+            *parts, method = path.split(".")
+            owner = reduce(getattr, parts, self.tree)
+            setattr(owner, method, _timed(getattr(owner, method), seconds[phase], nested))
+            timed.append((owner, method))
         try:
             yield seconds
         finally:
-            for method in names.values():
-                delattr(self.tree, method)
+            for owner, method in timed:
+                delattr(owner, method)
 
 
 class _TimedTree:
