@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -33,6 +34,7 @@ def harness(
 ) -> Iterator[Harness]:
     """A knowledge tree over a device pool of `device_tokens` and, if positive, a host pool of
     `host_tokens` slots."""
+    from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.runtime_context import get_context
 
     from rag_radix import cpu_platform
@@ -47,7 +49,11 @@ def harness(
         "hicache_mem_layout": "layer_first",
         "hicache_host_memory_fraction": None,
     }
-    with get_context().override_server_args(**flags) as server_args:
+    with (
+        # These pools are a few kilobytes; SGLang wants 10 GiB left over beside any.
+        patch.object(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0),
+        get_context().override_server_args(**flags) as server_args,
+    ):
         yield Harness(
             server_args, device_tokens, host_tokens > 0, page_size, policy, policy_config or {}
         )
