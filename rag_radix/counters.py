@@ -50,6 +50,8 @@ class SpeculationCounters:
         cancelled: Aborted by their clients or by SGLang before they were promoted.
         wasted_tokens: Computed, prompt and output, by speculations that are over without
             having been promoted; one that is promoted later takes its tokens back.
+        scheduler_s: CPU time of the scheduler's thread in letting requests in, letting
+            speculations step aside, promoting them and saying whether there is room.
     """
 
     started: int = 0
@@ -58,3 +60,4 @@ class SpeculationCounters:
     promoted: int = 0
     cancelled: int = 0
     wasted_tokens: int = 0
+    scheduler_s: float = 0.0

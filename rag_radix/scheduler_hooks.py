@@ -8,7 +8,9 @@ the calls.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import thread_time
 from typing import Any
 
 from rag_radix import document_order, yielding
@@ -85,7 +87,8 @@ def _after_internal_state(result: Any, scheduler: Any, *_args: Any, **_kwargs: A
 def _around_queued_limit(original: Any, scheduler: Any, recv_req: Any) -> bool:
     if has_tree(scheduler):
         scheduler.tree_cache.control.arrived(recv_req)
-        return yielding.abort_on_queued_limit(original, scheduler, recv_req)
+        with _timed(scheduler):
+            return yielding.abort_on_queued_limit(original, scheduler, recv_req)
     return bool(original(scheduler, recv_req))
 
 
@@ -96,12 +99,14 @@ def _after_release_aborted(_result: Any, scheduler: Any, req: Any) -> None:
 
 def _before_chunked_abort(scheduler: Any) -> None:
     if has_tree(scheduler):
-        yielding.before_pending_chunked_abort(scheduler)
+        with _timed(scheduler):
+            yielding.before_pending_chunked_abort(scheduler)
 
 
 def _after_batch(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     if has_tree(scheduler):
-        yielding.after_new_batch_prefill(result, scheduler)
+        with _timed(scheduler):
+            yielding.after_new_batch_prefill(result, scheduler)
         scheduler.tree_cache.control.pass_begins()
         if result.batch_to_run is not None:
             scheduler.tree_cache.control.started(result.batch_to_run.reqs)
@@ -115,14 +120,26 @@ def _after_new_weights(_result: Any, updater: Any, *_args: Any, **_kwargs: Any) 
 
 def _promote(scheduler: Any, rids: list[str]) -> dict[str, str]:
     speculations = scheduler.tree_cache.speculations
-    # A request whose grammar isn't compiled yet is not in the waiting queue.
-    early = {req.rid: req for req in scheduler.grammar_manager.grammar_queue}
-    return {rid: speculations.promote(rid, early.get(rid)) for rid in rids}
+    with _timed(scheduler):
+        # A request whose grammar isn't compiled yet is not in the waiting queue.
+        early = {req.rid: req for req in scheduler.grammar_manager.grammar_queue}
+        return {rid: speculations.promote(rid, early.get(rid)) for rid in rids}
 
 
 def _pool(scheduler: Any, _body: None) -> dict[str, Any]:
-    waiting, limit = len(scheduler.waiting_queue), yielding.waiting_limit(scheduler)
-    return {"waiting": waiting, "max_prefill_bs": limit, "accepts": waiting < limit}
+    with _timed(scheduler):
+        waiting, limit = len(scheduler.waiting_queue), yielding.waiting_limit(scheduler)
+        return {"waiting": waiting, "max_prefill_bs": limit, "accepts": waiting < limit}
+
+
+@contextmanager
+def _timed(scheduler: Any) -> Iterator[None]:
+    """Count what speculations cost the scheduler."""
+    started_s = thread_time()
+    try:
+        yield
+    finally:
+        scheduler.tree_cache.speculations.counters.scheduler_s += thread_time() - started_s
 
 
 def _order(scheduler: Any, question: dict[str, Any]) -> dict[str, Any]:

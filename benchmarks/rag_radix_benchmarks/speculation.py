@@ -213,7 +213,7 @@ _RATIOS = ("mean_ttft_s", "p90_ttft_s", "search_not_overlapped_s")
 def _report(
     cases: Mapping[Case, Runs],
     capacity: float,
-    totals: Mapping[str, int],
+    totals: Mapping[str, float],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     return {
@@ -221,6 +221,8 @@ def _report(
         "cases": [{**vars(case), **_compared(runs)} for case, runs in cases.items()],
         "capacity_requests_per_s": capacity,
         "server": dict(totals),
+        # All requests that weren't speculative, and all passes, are in it.
+        "scheduler_s_per_speculation": totals["scheduler_s"] / max(1, totals["started"]),
         **environment(),
         "config": {
             name: str(value) if isinstance(value, Path) else value
@@ -261,6 +263,10 @@ def _table(report: Mapping[str, Any]) -> str:
             f"{off['mean_ttft_s']['median']:>8.3f}s{on['mean_ttft_s']['median']:>7.3f}s"
             f"{_ratio(ratio['mean_ttft_s'])}  {on['kept']['median']:.0%}"
         )
+    lines.append(
+        "CPU time of the scheduler in speculations, by those started: "
+        f"{report['scheduler_s_per_speculation'] * 1e3:.3f} ms"
+    )
     return "\n".join(lines)
 
 
