@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from rag_radix import wire
-from rag_radix.document import DocumentSpan
 from rag_radix.errors import AnnotationError
 from rag_radix.placement import PlacedPrompt, piece_tokenizer
 
@@ -94,6 +93,7 @@ def admit(request: Any, manager: Manager) -> bool:
     prompts, single = _prompts(request)
     if shared:
         per_prompt, raws = per_prompt * len(prompts), raws * len(prompts)
+    _check_salts(raws, request.cache_salt)
     if len(per_prompt) != len(prompts):
         raise AnnotationError(
             "sampling_params", f"has {len(per_prompt)} entries for {len(prompts)} prompts"
@@ -106,7 +106,7 @@ def admit(request: Any, manager: Manager) -> bool:
 
     limit = _truncation_limit(manager)
     request.sampling_params = [
-        p if raw is None or place is None else _with_documents(p, raw, _clip(place, limit))
+        p if raw is None or place is None else with_annotation(p, settled(raw, _clip(place, limit)))
         for p, raw, place in zip(per_prompt, raws, placed, strict=True)
     ]
     if any(
@@ -146,6 +146,15 @@ def _check_request(request: Any) -> None:
         raise AnnotationError(
             "rag", "can't be combined with images, video or audio, which move the tokens"
         )
+
+
+def _check_salts(raws: Sequence[wire.RawAnnotation | None], salt: str | list[str] | None) -> None:
+    salts = salt if isinstance(salt, list) else [salt] * len(raws)
+    for raw, own in zip(raws, salts, strict=False):
+        if raw is not None and raw.salt_from is not None and not own:
+            raise AnnotationError(
+                "rag.salt_from", "needs a cache_salt beside it: without one nothing is private"
+            )
 
 
 def _prompts(request: Any) -> tuple[Sequence[Any], bool]:
@@ -199,12 +208,14 @@ def _as_stock(prompt: Any, tokenizer: Any) -> Any:
     return list(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
 
-def _with_documents(
-    params: dict[str, Any], raw: wire.RawAnnotation, documents: tuple[DocumentSpan, ...]
-) -> dict[str, Any]:
-    return with_annotation(
-        params,
-        wire.normalised(documents, speculative=raw.speculative, strict=raw.strict),
+def settled(raw: wire.RawAnnotation, place: PlacedPrompt) -> dict[str, Any]:
+    """The annotation that goes to the scheduler, once its documents are placed."""
+    salt_from = place.position(raw.salt_from)
+    return wire.normalised(
+        place.documents,
+        speculative=raw.speculative,
+        strict=raw.strict,
+        salt_from=None if salt_from is None else min(salt_from, len(place.documents)),
     )
 
 
@@ -215,11 +226,12 @@ def _truncation_limit(manager: Manager) -> int | None:
     return min(manager.context_len, manager.max_req_input_len or manager.context_len)
 
 
-def _clip(place: PlacedPrompt, limit: int | None) -> tuple[DocumentSpan, ...]:
+def _clip(place: PlacedPrompt, limit: int | None) -> PlacedPrompt:
     if limit is None:
-        return place.documents
-    return tuple(
+        return place
+    kept = tuple(
         replace(document, end=min(document.end, limit))
         for document in place.documents
         if document.start < limit
     )
+    return place._replace(documents=kept)

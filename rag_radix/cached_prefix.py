@@ -83,7 +83,8 @@ class PrefixTracker(TreeObserver):
         position = device_tokens = 0
         prefix.ends_inside = None
         while position < length:
-            child_key = key.child_key_at(position, page_size)
+            run = core.run_at(key, position)
+            child_key = run.child_key_at(position, page_size)
             child = node.children.get(child_key)
             if child is None:
                 prefix.continuation = (node.id, child_key)
@@ -91,7 +92,7 @@ class PrefixTracker(TreeObserver):
             prefix.node_ids.append(child.id)
             if child.evicted and not child.backuped:
                 break
-            matched = child.key.match_at(key, position, page_size=page_size)
+            matched = child.key.match_at(run, position, page_size=page_size)
             position += matched
             if not child.evicted:
                 device_tokens = position

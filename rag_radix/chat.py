@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from rag_radix import wire
-from rag_radix.admission import counters, with_annotation
+from rag_radix.admission import counters, settled, with_annotation
 from rag_radix.document import DocumentSpan
 from rag_radix.errors import AnnotationError
 from rag_radix.placement import PlacedPrompt, locate, piece_tokenizer
@@ -101,7 +101,5 @@ class ChatPlacement:
             counters.add(unplaced_requests=1)
             rag = None
         else:
-            rag = wire.normalised(
-                placed.documents, speculative=self._raw.speculative, strict=self._raw.strict
-            )
+            rag = settled(self._raw, placed)
         request.sampling_params = with_annotation(request.sampling_params, rag)

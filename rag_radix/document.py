@@ -29,7 +29,10 @@ class Annotation:
     Attributes:
         documents: Ascending and disjoint spans.
         speculative: The request is a guess that may be refused or cancelled.
+        salt_from: The first document that the request's salt covers; None when it covers all of
+            the prompt.
     """
 
     documents: tuple[DocumentSpan, ...]
     speculative: bool = False
+    salt_from: int | None = None

@@ -61,7 +61,7 @@ def parse(body: bytes, tokenizer: Any, context_tokens: int) -> dict[str, Any]:
     spans = [
         DocumentSpan(str(index), start, end) for index, (start, end) in enumerate(pairwise(ends))
     ]
-    ids, placed = pieces.place(value["text"] + "".join(texts), spans)
+    ids, placed, _ = pieces.place(value["text"] + "".join(texts), spans)
     if len(ids) > context_tokens:
         raise ValueError(
             f"text and documents have {len(ids)} tokens, more than the model's context of "

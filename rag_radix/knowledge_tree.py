@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any
 
@@ -14,6 +16,7 @@ from rag_radix.counters import RequestCounters
 from rag_radix.counting import Counting
 from rag_radix.history import PathHistories
 from rag_radix.integrity import check_integrity
+from rag_radix.namespaces import prompt_key
 from rag_radix.node import UNRANKED, DocumentNode, Occurrence
 from rag_radix.recording import TraceRecorder
 from rag_radix.report import report
@@ -113,6 +116,26 @@ class KnowledgeTree(UnifiedRadixCache):
 
     # A request's life
 
+    def key_of(
+        self, req: Any, token_ids: array[int], *, start: int = 0, limit: int | None = None
+    ) -> RadixKey:
+        """Where the tree has the part of the prompt of `req` that begins at `start`."""
+        shared_tokens = 0
+        # Hashes for storage and events are chained along a path as if it were in one namespace.
+        if req.cache_salt and not (self.enable_storage or self.tree_core.kv_events.enabled):
+            retrieval = Retrieval.of(req, self.settings.max_depth)
+            shared_tokens = self.page_floor(retrieval.shared_tokens) - start
+        return prompt_key(
+            token_ids, req.extra_key, req.cache_salt, limit=limit, shared_tokens=shared_tokens
+        )
+
+    def match_prefix(self, params: Any) -> Any:
+        """SGLang's, for prompts whose salt may cover only a part of them."""
+        req, key = params.req, params.key
+        if req is not None and req.cache_salt:
+            params = replace(params, key=self.key_of(req, key.token_ids, limit=key.limit))
+        return super().match_prefix(params)
+
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert what `req` has computed so far, name and count its path."""
         started = time_counter()
@@ -150,9 +173,7 @@ class KnowledgeTree(UnifiedRadixCache):
         start, end = sum(node.statistics.tokens for node in nodes), self.page_floor(up_to)
         if start >= end:
             return nodes
-        key = RadixKey(
-            req.full_untruncated_fill_ids[start:end], req.extra_key, cache_salt=req.cache_salt
-        )
+        key = self.key_of(req, req.full_untruncated_fill_ids[start:end], start=start)
         row = self.req_to_token_pool.req_to_token[kv.req_pool_idx, start:end]
         slots = row.to(torch.int64, copy=True)
         cuts = [cut - start for cut in retrieval.cuts(core.page_size)]

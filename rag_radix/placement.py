@@ -34,10 +34,16 @@ class PlacedPrompt(NamedTuple):
     Attributes:
         input_ids: The whole prompt.
         documents: Token spans in `input_ids`; a document without any token is left out.
+        left_out: The indices of those.
     """
 
     input_ids: list[int]
     documents: tuple[DocumentSpan, ...]
+    left_out: tuple[int, ...] = ()
+
+    def position(self, index: int | None) -> int | None:
+        """Where what was given as document `index` is, or would be, among `documents`."""
+        return None if index is None else index - sum(out < index for out in self.left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +78,21 @@ class PieceTokenizer:
         """
         input_ids = list(self.prefix_ids) if add_special_tokens else []
         placed: list[DocumentSpan] = []
+        left_out: list[int] = []
         at = 0
-        for document in documents:
+        for index, document in enumerate(documents):
             input_ids += self._piece(text[at : document.start], first=at == 0)
             start = len(input_ids)
             input_ids += self._piece(text[document.start : document.end], first=document.start == 0)
             if len(input_ids) > start:
                 placed.append(DocumentSpan(document.id, start, len(input_ids), document.version))
+            else:
+                left_out.append(index)
             at = document.end
         input_ids += self._piece(text[at:], first=at == 0)
         if add_special_tokens:
             input_ids += self.suffix_ids
-        return PlacedPrompt(input_ids, tuple(placed))
+        return PlacedPrompt(input_ids, tuple(placed), tuple(left_out))
 
     def _piece(self, text: str, *, first: bool) -> list[int]:
         if not text:

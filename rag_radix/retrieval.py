@@ -38,6 +38,7 @@ class Retrieval:
         prompt_tokens: Length of its prompt.
         extra_key: SGLang's namespace.
         cache_salt: Likewise, a secret.
+        shared_tokens: How much of its prompt the salt doesn't cover.
         speculative: Whether it is a guess; a promotion ends that.
         hits: What its first prefill found.
         inserted_end: End of the part of it that the request has put into the tree.
@@ -58,6 +59,7 @@ class Retrieval:
     prompt_tokens: int
     extra_key: str | None = None
     cache_salt: str | None = None
+    shared_tokens: int = 0
     speculative: bool = False
     hits: Hits = _NO_HITS
     inserted_end: int = 0
@@ -87,6 +89,7 @@ class Retrieval:
                 len(req.origin_input_ids),
                 req.extra_key,
                 req.cache_salt,
+                _shared_tokens(annotation) if req.cache_salt else 0,
                 annotation.speculative,
             )
         return retrieval
@@ -116,18 +119,19 @@ class Retrieval:
         return self._bounds
 
     def cuts(self, page_size: int) -> list[int]:
-        """Where the prompt is cut into nodes: at its documents' boundaries and at its end,
-        likewise."""
+        """Where the prompt is cut into nodes: at its documents' boundaries, where its salt begins
+        to cover it, and at its end, likewise."""
         if not self._cuts:
             kept = self.bounds(page_size)[: len(self.kept_documents)]
             end = self.prompt_tokens // page_size * page_size
-            self._cuts += sorted({end, *(cut for bounds in kept for cut in bounds)})
+            shared_end = self.shared_tokens // page_size * page_size
+            self._cuts += sorted({shared_end, end, *(cut for bounds in kept for cut in bounds)})
         return self._cuts
 
     def document_key(self, index: int) -> DocumentKey:
         if not self._document_keys:
             self._document_keys += [
-                DocumentKey(span.id, span.version, self.extra_key, self.cache_salt)
+                DocumentKey(span.id, span.version, self.extra_key, self._salt_of(span))
                 for span in self.annotation.documents
             ]
         return self._document_keys[index]
@@ -137,10 +141,28 @@ class Retrieval:
         its namespace."""
         if self.kept_documents and not self.keys:
             # Processors compute this one faster than the others.
-            path = sha256(sha256(repr((self.extra_key, self.cache_salt)).encode()).digest())
+            salt = self.cache_salt if self.shared_tokens == 0 else None
+            path = sha256(self._namespace(salt))
             tokens, start = memoryview(array("q", req.origin_input_ids)), 0
             for span in self.kept_documents:
+                if salt != self._salt_of(span):
+                    salt = self.cache_salt
+                    path.update(self._namespace(salt))
                 path.update(tokens[start : span.end])
                 self.keys.append(path.digest()[:16])
                 start = span.end
         return self.keys
+
+    def _salt_of(self, span: DocumentSpan) -> str | None:
+        return self.cache_salt if span.start >= self.shared_tokens else None
+
+    def _namespace(self, salt: str | None) -> bytes:
+        return sha256(repr((self.extra_key, salt)).encode()).digest()
+
+
+def _shared_tokens(annotation: Annotation) -> int:
+    """How much of a prompt a salt doesn't cover."""
+    index, documents = annotation.salt_from, annotation.documents
+    if index is None or not documents:
+        return 0
+    return documents[index].start if index < len(documents) else documents[-1].end

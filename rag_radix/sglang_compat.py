@@ -99,6 +99,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
         for name, parameters in {
             "__init__": ("self", "params"),
             "init_hicache": ("self", "server_args", "params"),
+            "match_prefix": ("self", "params"),
             "checkpoint_into_tree": ("self", "req", "up_to", "kwargs"),
             "on_release": ("self", "req", "checkpointed"),
             "sanity_check": ("self",),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rag_radix.namespaces import run_at
 from rag_radix.node import DocumentNode
 from rag_radix.sglang_compat import ComponentType, MatchResult, RadixKey, compute_node_hash_values
 from rag_radix.tier_moves import TierMoves
@@ -35,6 +36,8 @@ class KnowledgeTreeCore(TierMoves):
         access_time: Logical time: retrievals served so far.
         splits: Nodes cut in two.
     """
+
+    run_at = staticmethod(run_at)
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         self.access_time = 0
@@ -90,10 +93,11 @@ class KnowledgeTreeCore(TierMoves):
         position = device_tokens = 0
         actions = []
         while position < length:
-            child = node.children.get(key.child_key_at(position, page_size))
+            run = run_at(key, position)
+            child = node.children.get(run.child_key_at(position, page_size))
             if child is None:
                 break
-            matched = child.key.match_at(key, position, page_size=page_size)
+            matched = child.key.match_at(run, position, page_size=page_size)
             if matched < child.statistics.tokens:
                 child, action = self._split_node(child.key, child, matched)
                 actions = [action] if action is not None else []
@@ -133,7 +137,7 @@ class KnowledgeTreeCore(TierMoves):
 
         Args:
             above: The root, or a node on the device.
-            key: Whole pages.
+            key: Whole pages; where its namespace changes there is a cut.
             slots: [len(key)] int64: device slots of its tokens. Those that the device doesn't
                 have yet are the tree's from now on, and so is the tensor.
             cuts: Ascending positions in `key` at which what is new is cut into nodes.
@@ -142,10 +146,11 @@ class KnowledgeTreeCore(TierMoves):
         node, first, length = above, 0, len(key)
         found = Extension([], [], [])
         while first < length:
-            child = node.children.get(key.child_key_at(first, self.page_size))
+            run = run_at(key, first)
+            child = node.children.get(run.child_key_at(first, self.page_size))
             if child is None:
                 break
-            matched = child.key.match_at(key, first, page_size=self.page_size)
+            matched = child.key.match_at(run, first, page_size=self.page_size)
             if matched < child.statistics.tokens:
                 child, action = self._split_node(child.key, child, matched)
                 if action is not None:
@@ -160,7 +165,8 @@ class KnowledgeTreeCore(TierMoves):
             node, first = child, first + matched
         for last in (*(cut for cut in cuts if first < cut < length), length):
             if last > first:
-                node = self._add_locked(node, key[first:last], slots[first:last], session_id)
+                part = run_at(key, first)[first:last]
+                node = self._add_locked(node, part, slots[first:last], session_id)
                 found.nodes.append(node)
                 first = last
         return found

@@ -179,12 +179,7 @@ class WaitingQueue:
         limit = req._compute_max_prefix_len(len(tokens)) // self._tree.page_size
         # With embeddings of its own, tokens don't say what its KV is.
         pages = 0 if req.positional_embed_overrides is not None else limit
-        return RadixKey(
-            tokens,
-            req.extra_key,
-            limit=pages * self._tree.page_size,
-            cache_salt=req.cache_salt,
-        )
+        return self._tree.key_of(req, tokens, limit=pages * self._tree.page_size)
 
     def _next_arrival(self) -> int:
         self._arrivals += 1

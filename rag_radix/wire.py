@@ -3,11 +3,13 @@
 A client sends::
 
     {"rag": {"documents": [{"id": "wiki/17", "version": "3", "start": 812, "end": 1930}],
-             "unit": "token", "speculative": false, "strict": false}}
+             "unit": "token", "speculative": false, "strict": false, "salt_from": 1}}
 
 `documents` is required; a document needs `id` and either `start` and `end` (half-open, in
 `unit`: `token` counts `input_ids`, `char` counts the code points of a text prompt) or, in chat
-completions, `text`. Everything else may be left out, unknown names are refused.
+completions, `text`. Everything else may be left out, unknown names are refused. `salt_from` is the
+index of the first document that the request's `cache_salt` covers, or the number of documents when
+it covers only what follows them; without it the salt covers the whole prompt.
 
 Behind the door of the server the same object is always in its normalised form: every name
 present, `unit` is `token`, offsets lie within the prompt.
@@ -28,7 +30,7 @@ MAX_NAME_CHARS = 512
 
 Unit = Literal["token", "char"]
 
-_ANNOTATION_FIELDS = ("documents", "unit", "speculative", "strict")
+_ANNOTATION_FIELDS = ("documents", "unit", "speculative", "strict", "salt_from")
 _DOCUMENT_FIELDS = ("id", "version", "start", "end", "text")
 
 
@@ -51,6 +53,7 @@ class RawAnnotation:
         unit: What the offsets of `spans` count.
         speculative: The request is a guess that may be refused or cancelled.
         strict: Refuse the request when its documents can't be placed.
+        salt_from: The first document that the request's salt covers; None for all of the prompt.
     """
 
     spans: tuple[DocumentSpan, ...] = ()
@@ -58,6 +61,7 @@ class RawAnnotation:
     unit: Unit = "token"
     speculative: bool = False
     strict: bool = False
+    salt_from: int | None = None
 
 
 def parse(custom_params: object) -> RawAnnotation | None:
@@ -83,6 +87,7 @@ def parse(custom_params: object) -> RawAnnotation | None:
         unit=cast(Unit, unit),
         speculative=_flag(rag, "speculative"),
         strict=_flag(rag, "strict"),
+        salt_from=_index(rag, "salt_from", len(spans or texts)),
     )
 
 
@@ -106,7 +111,11 @@ def check_within(raw: RawAnnotation, length: int, prompt: str) -> None:
 
 
 def normalised(
-    documents: Iterable[DocumentSpan], *, speculative: bool, strict: bool
+    documents: Iterable[DocumentSpan],
+    *,
+    speculative: bool,
+    strict: bool,
+    salt_from: int | None = None,
 ) -> dict[str, Any]:
     """The value of `custom_params["rag"]` that goes to the scheduler.
 
@@ -114,6 +123,7 @@ def normalised(
         documents: Spans in tokens of the final `input_ids`.
         speculative: As the client said.
         strict: As the client said.
+        salt_from: Among these documents.
     """
     return {
         "documents": [
@@ -122,6 +132,7 @@ def normalised(
         "unit": "token",
         "speculative": speculative,
         "strict": strict,
+        "salt_from": salt_from,
     }
 
 
@@ -138,7 +149,9 @@ def spans(custom_params: object) -> Annotation | None:
         documents = tuple(
             DocumentSpan(d["id"], d["start"], d["end"], d["version"]) for d in rag["documents"]
         )
-        return Annotation(documents, rag["speculative"]) if rag["unit"] == "token" else None
+        if rag["unit"] != "token":
+            return None
+        return Annotation(documents, rag["speculative"], rag["salt_from"])
     except (KeyError, TypeError):
         return None
 
@@ -245,6 +258,17 @@ def _flag(rag: dict[str, Any], name: str) -> bool:
     value = rag.get(name, False)
     if not isinstance(value, bool):
         raise AnnotationError(f"rag.{name}", f"must be true or false, not {_kind(value)}")
+    return value
+
+
+def _index(rag: dict[str, Any], name: str, most: int) -> int | None:
+    value = rag.get(name)
+    if value is not None and type(value) is not int:
+        raise AnnotationError(f"rag.{name}", f"must be an integer or null, not {_kind(value)}")
+    if value is not None and not 0 <= value <= most:
+        raise AnnotationError(
+            f"rag.{name}", f"{value} must be from 0 to {most}, the number of documents"
+        )
     return value
 
 

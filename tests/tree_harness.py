@@ -31,9 +31,11 @@ def harness(
     page_size: int = 1,
     policy: str = "pgdsf",
     policy_config: dict[str, Any] | None = None,
+    weights: float = 0.0,
+    **more_flags: Any,
 ) -> Iterator[Harness]:
     """A knowledge tree over a device pool of `device_tokens` and, if positive, a host pool of
-    `host_tokens` slots."""
+    `host_tokens` slots, for a model of these `weights`; with more of SGLang's flags."""
     from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.runtime_context import get_context
 
@@ -48,6 +50,7 @@ def harness(
         "hicache_io_backend": "direct",
         "hicache_mem_layout": "layer_first",
         "hicache_host_memory_fraction": None,
+        **more_flags,
     }
     with (
         # These pools are a few kilobytes; SGLang wants 10 GiB left over beside any.
@@ -55,7 +58,13 @@ def harness(
         get_context().override_server_args(**flags) as server_args,
     ):
         yield Harness(
-            server_args, device_tokens, host_tokens > 0, page_size, policy, policy_config or {}
+            server_args,
+            device_tokens,
+            host_tokens > 0,
+            page_size,
+            policy,
+            policy_config or {},
+            weights,
         )
 
 
@@ -68,6 +77,7 @@ class Harness:
         page_size: int,
         policy: str,
         policy_config: dict[str, Any],
+        weights: float,
     ) -> None:
         from sglang.srt.mem_cache.allocator import (
             PagedTokenToKVPoolAllocator,
@@ -113,8 +123,12 @@ class Harness:
             is_hybrid_ssm=False,
             enable_hierarchical_cache=host_tier,
             disable_radix_cache=False,
-            tp_worker=SimpleNamespace(register_hicache_layer_transfer_counter=lambda counter: None),
+            tp_worker=SimpleNamespace(
+                register_hicache_layer_transfer_counter=lambda counter: None,
+                model_runner=SimpleNamespace(model=_model(weights)),
+            ),
             model_config=SimpleNamespace(
+                hf_config=SimpleNamespace(to_dict=dict),
                 hf_text_config=SimpleNamespace(
                     num_hidden_layers=30, hidden_size=576, intermediate_size=1536
                 ),
@@ -140,6 +154,8 @@ class Harness:
         n: int = 1,
         speculative: bool = False,
         extra_key: str | None = None,
+        cache_salt: str | None = None,
+        salt_from: int | None = None,
     ) -> Any:
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -152,12 +168,21 @@ class Harness:
             "unit": "token",
             "speculative": speculative,
             "strict": False,
+            "salt_from": salt_from,
         }
         params = SamplingParams(
             max_new_tokens=max_new_tokens, n=n, custom_params={"rag": rag} if documents else None
         )
         ids = array("q", tokens)
-        return Req(next(self._rids), "", ids, params, extra_key=extra_key, vocab_size=1 << 30)
+        return Req(
+            next(self._rids),
+            "",
+            ids,
+            params,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
+            vocab_size=1 << 30,
+        )
 
     def guess(self, *args: Any, **kwargs: Any) -> Any:
         """A speculative request, let into the waiting queue."""
@@ -364,6 +389,13 @@ class HeldEvent:
 
     def synchronize(self) -> None:
         self.done = True
+
+
+def _model(weights: float) -> torch.nn.Module:
+    model = torch.nn.Linear(4, 4)
+    torch.nn.init.constant_(model.weight, weights)
+    torch.nn.init.zeros_(model.bias)
+    return model
 
 
 def prefix_values(tokens: Sequence[int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pytest
@@ -48,6 +48,15 @@ DOCUMENTS: dict[str, list[int]] = {
 }
 
 
+class Place(NamedTuple):
+    """A path in the tree: its tokens, and which of them a salt covers."""
+
+    extra_key: str | None
+    salt: str | None
+    shared_tokens: int
+    tokens: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class Flight:
     """A request in flight, and what the model knows of it."""
@@ -56,6 +65,9 @@ class Flight:
     prompt: list[int]
     spans: list[tuple[str, int, int]]
     extra_key: str | None
+    salt: str | None
+    shared_tokens: int  # which the salt doesn't cover
+    shared_end: int  # the same in whole pages
     counts: bool
     guess: bool
     phase: str = "waiting"  # or pinned, running, computed
@@ -66,6 +78,27 @@ class Flight:
     counted_documents: int = 0
     is_counted: bool = False
     tokens_since_prefill: int = 0
+
+    def place(self, end: int) -> Place:
+        """Where the first `end` tokens of the prompt are in the tree."""
+        shared = self.salt is None or end <= self.shared_end
+        return Place(
+            self.extra_key,
+            None if shared else self.salt,
+            0 if shared else self.shared_end,
+            tuple(self.prompt[:end]),
+        )
+
+    def salt_of(self, span: tuple[str, int, int]) -> str | None:
+        return self.salt if span[1] >= self.shared_tokens else None
+
+    def named_path(self, span: tuple[str, int, int]) -> Place:
+        """What the path to a document is known by."""
+        salt, changes_at = self.salt_of(span), 0
+        if salt is not None and self.shared_tokens:
+            ends = [end for _, start, end in self.spans if start < self.shared_tokens]
+            changes_at = 1 + (ends[-1] if ends else 0)
+        return Place(self.extra_key, salt, changes_at, tuple(self.prompt[: span[2]]))
 
 
 def in_phase(*phases: str) -> Any:
@@ -84,9 +117,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.answered: list[Flight] = []
         self.requests = 0
         self.retrievals: Counter[DocumentKey] = Counter()
-        self.named_paths: set[tuple[str | None, tuple[int, ...]]] = set()
-        self.occurrences: dict[tuple[str | None, tuple[int, ...]], set[tuple[str, int]]] = {}
-        self.read: list[tuple[str | None, list[int], Flight]] = []
+        self.named_paths: set[Place] = set()
+        self.occurrences: dict[Place, set[tuple[str, int]]] = {}
+        self.read: list[tuple[int, Flight]] = []
         self.clocks = [0.0, 0.0]
         self.removed = False
         self.evicted_before = 0
@@ -146,7 +179,9 @@ class TreeMachine(RuleBasedStateMachine):
         question_tokens=st.integers(1, 20),
         history=st.none() | st.integers(0, 7),
         annotated=st.sampled_from([True, True, False]),
-        extra_key=st.sampled_from([None, None, None, "tenant"]),
+        extra_key=st.sampled_from([None, None, None, "key"]),
+        salt=st.sampled_from([None, None, "tenant", "another"]),
+        salt_from=st.none() | st.integers(0, 3),
         kind=st.sampled_from(
             ["plain", "plain", "plain", "speculative", "samples", "samples' prompt"]
         ),
@@ -160,6 +195,8 @@ class TreeMachine(RuleBasedStateMachine):
         history: int | None,
         annotated: bool,
         extra_key: str | None,
+        salt: str | None,
+        salt_from: int | None,
         kind: str,
     ) -> None:
         prompt = list(system)
@@ -174,6 +211,8 @@ class TreeMachine(RuleBasedStateMachine):
         prompt += range(9_000 + 100 * question, 9_000 + 100 * question + question_tokens)
         if not annotated:
             spans = []
+        if salt_from is not None:
+            salt_from = min(salt_from, len(spans))
         req = self.h.request(
             prompt,
             spans,
@@ -181,11 +220,28 @@ class TreeMachine(RuleBasedStateMachine):
             max_new_tokens=0 if kind == "samples' prompt" else 8,
             speculative=kind == "speculative",
             extra_key=extra_key,
+            cache_salt=salt,
+            salt_from=salt_from,
         )
+        shared_tokens = 0
+        if salt is not None and salt_from is not None and spans:
+            shared_tokens = spans[salt_from][1] if salt_from < len(spans) else spans[-1][2]
         guess = kind == "speculative" and bool(spans)
         if guess:
             self.h.tree.speculations.start(req)
-        self.flights.append(Flight(req, prompt, spans, extra_key, kind != "samples", guess))
+        self.flights.append(
+            Flight(
+                req,
+                prompt,
+                spans,
+                extra_key,
+                salt,
+                shared_tokens,
+                self._floor(shared_tokens),
+                kind != "samples",
+                guess,
+            )
+        )
 
     def _pick(self, index: int, *phases: str) -> Flight | None:
         flights = [flight for flight in self.flights if flight.phase in phases]
@@ -351,7 +407,7 @@ class TreeMachine(RuleBasedStateMachine):
     def serve_at_once(self, names: list[str]) -> None:
         if len(self.flights) == IN_FLIGHT:
             return
-        self.arrive(SYSTEMS[2], names, 0, 5, None, True, None, "plain")
+        self.arrive(SYSTEMS[2], names, 0, 5, None, True, None, None, None, "plain")
         flight = self.flights[-1]
         self._admit(flight, None)
         if flight.phase == "waiting":
@@ -416,11 +472,11 @@ class TreeMachine(RuleBasedStateMachine):
         return tokens // self.page_size * self.page_size
 
     def _inserted(self, flight: Flight, up_to: int) -> None:
-        prompt, end = flight.prompt, self._floor(up_to)
+        end = self._floor(up_to)
         for name, first, last in flight.spans[: self.max_depth]:
             first, last = self._floor(first), self._floor(last)
             if first < last <= end:
-                place = (flight.extra_key, tuple(prompt[:last]))
+                place = flight.place(last)
                 self.occurrences.setdefault(place, set()).add((name, last - first))
         flight.published = end
         if flight.counts and not flight.guess:
@@ -431,18 +487,19 @@ class TreeMachine(RuleBasedStateMachine):
         self.requests += not flight.is_counted
         flight.is_counted = True
         whole = whole or end >= self._floor(len(prompt))
-        for name, first, last in flight.spans[flight.counted_documents :]:
-            if not whole and self._floor(first) >= end:
+        for span in flight.spans[flight.counted_documents :]:
+            if not whole and self._floor(span[1]) >= end:
                 break
-            self.retrievals[DocumentKey(name, "", flight.extra_key)] += 1
+            key = DocumentKey(span[0], "", flight.extra_key, flight.salt_of(span))
+            self.retrievals[key] += 1
             if self.max_depth is None or flight.counted_documents < self.max_depth:
-                self.named_paths.add((flight.extra_key, tuple(prompt[:last])))
+                self.named_paths.add(flight.named_path(span))
             flight.counted_documents += 1
         counted = min(end, self._floor(len(prompt)))
         if counted > flight.inserted:
             flight.inserted = counted
-            self.read = [entry for entry in self.read if entry[2] is not flight]
-            self.read.append((flight.extra_key, prompt[:counted], flight))
+            self.read = [entry for entry in self.read if entry[1] is not flight]
+            self.read.append((counted, flight))
 
     # Invariants
 
@@ -488,14 +545,18 @@ class TreeMachine(RuleBasedStateMachine):
     def _check_node(self, node: Any) -> None:
         tree = self.h.tree
         path = tree.tree_core.path_to(node.id)
-        tokens = [token for above in path for token in above.key.token_ids]
-        extra_key = node.key.extra_key
-        allowed = self.occurrences.get((extra_key, tuple(tokens)), set())
+        tokens = tuple(token for above in path for token in above.key.token_ids)
+        salt = node.key.cache_salt
+        shared = sum(len(above.key) for above in path if above.key.cache_salt is None)
+        assert {above.key.cache_salt for above in path} <= {None, salt}
+        place = Place(node.key.extra_key, salt, 0 if salt is None else shared, tokens)
+        allowed = self.occurrences.get(place, set())
         for occurrence in node.occurrences:
             assert (occurrence.document.id, occurrence.tokens) in allowed
         if not self.removed:
             readers = sum(
-                key == extra_key and prompt[: len(tokens)] == tokens for key, prompt, _ in self.read
+                counted >= len(tokens) and flight.place(len(tokens)) == place
+                for counted, flight in self.read
             )
             assert node.statistics.frequency == readers
 
