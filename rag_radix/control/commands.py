@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -14,7 +14,8 @@ from rag_radix.control.documents import DEFAULT_LIMIT, SORTS
 from rag_radix.control.tables import bar, printable, table
 from rag_radix.control.top import watch
 from rag_radix.control.warm_command import add_warm_options, show_progress, warm
-from rag_radix.errors import RagRadixError
+from rag_radix.errors import ControlError, RagRadixError
+from rag_radix.statistics import namespace_name
 
 DEFAULT_URL = "http://localhost:30000"
 
@@ -35,6 +36,7 @@ def add_control_commands(commands: Any) -> None:
     documents.add_argument("--prefix", default="", help="only ids that begin with it")
     documents.add_argument("--limit", type=int, default=DEFAULT_LIMIT, metavar="N")
     documents.add_argument("--offset", type=int, default=0, metavar="N")
+    _add_namespace(documents)
     invalidate = _add(
         commands,
         "invalidate",
@@ -70,6 +72,17 @@ def _add_namespace(parser: argparse.ArgumentParser) -> None:
         "--namespace",
         help='only those of this namespace, as `rag-radix documents` names it ("": the public one)',
     )
+    parser.add_argument("--cache-salt", metavar="SALT", help="only those of requests with it")
+    parser.add_argument("--extra-key", metavar="KEY", help="only those of requests with it")
+
+
+def _namespace(options: argparse.Namespace) -> str | None:
+    """The name of the namespace that the options mean: no secret, so it may be sent and logged."""
+    if options.cache_salt is None and options.extra_key is None:
+        return cast(str | None, options.namespace)
+    if options.namespace is not None:
+        raise ControlError("give either --namespace, or --cache-salt and --extra-key")
+    return namespace_name(options.extra_key, options.cache_salt)
 
 
 def _add(
@@ -131,6 +144,8 @@ def _documents(client: Client, options: argparse.Namespace) -> Any:
         query["order"] = options.order
     if options.prefix:
         query["prefix"] = options.prefix
+    if (namespace := _namespace(options)) is not None:
+        query["namespace"] = namespace
     return client.get("/rag/documents", **query)
 
 
@@ -159,9 +174,8 @@ def _pins(client: Client, _options: argparse.Namespace) -> Any:
 
 def selector_body(options: argparse.Namespace) -> dict[str, Any]:
     """The body that says which documents the options mean."""
-    given = {
-        name: getattr(options, name, None) for name in ("id", "version", "prefix", "namespace")
-    }
+    given = {name: getattr(options, name, None) for name in ("id", "version", "prefix")}
+    given["namespace"] = _namespace(options)
     body: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if getattr(options, "all", False):
         body["all"] = True

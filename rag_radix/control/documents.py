@@ -28,6 +28,7 @@ class Page:
         descending: Largest first.
         offset, limit: Which of them, in that order.
         prefix: What their ids begin with.
+        namespace: Only those of the namespace of this name; None for all.
     """
 
     sort: str = "frequency"
@@ -35,6 +36,7 @@ class Page:
     offset: int = 0
     limit: int = DEFAULT_LIMIT
     prefix: str = ""
+    namespace: str | None = None
 
 
 def parse_page(query: Mapping[str, str]) -> Page:
@@ -43,7 +45,7 @@ def parse_page(query: Mapping[str, str]) -> Page:
     Raises:
         ControlError: A name is unknown or a value wrong.
     """
-    known = ("sort", "order", "offset", "limit", "prefix")
+    known = ("sort", "order", "offset", "limit", "prefix", "namespace")
     for name in query:
         if name not in known:
             raise ControlError(f"{name!r:.60} is unknown; known are {', '.join(known)}")
@@ -59,6 +61,7 @@ def parse_page(query: Mapping[str, str]) -> Page:
         offset=parse_count(query, "offset", 0, 0, 1 << 31),
         limit=parse_count(query, "limit", DEFAULT_LIMIT, 1, MAX_LIMIT),
         prefix=query.get("prefix", ""),
+        namespace=query.get("namespace"),
     )
 
 
@@ -88,9 +91,12 @@ def documents(tree: KnowledgeTree, page: Page) -> dict[str, Any]:
     cached: dict[DocumentKey, _Cached] = {}
     for node in tree.control.reachable():
         for occurrence in node.occurrences:
-            if not occurrence.document.id.startswith(page.prefix):
+            document = occurrence.document
+            if not document.id.startswith(page.prefix):
                 continue
-            entry = cached.setdefault(occurrence.document, _Cached())
+            if page.namespace is not None and page.namespace != document.namespace:
+                continue
+            entry = cached.setdefault(document, _Cached())
             entry.ends.append(node)
             entry.tokens = max(entry.tokens, occurrence.tokens)
             entry.nodes.update((above.id, above) for above in chain(node, occurrence))

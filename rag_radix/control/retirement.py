@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -25,6 +26,7 @@ from weakref import WeakSet
 from rag_radix.control.documents import chain
 from rag_radix.control.selector import Selector
 from rag_radix.sglang_compat import DriveHostEvictionResult, RadixKey, device_bytes_per_token
+from rag_radix.statistics import namespace_name
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
@@ -189,12 +191,8 @@ class Retirement:
 
     def _find(self, selector: Selector) -> list[DocumentNode]:
         """The topmost nodes of what is to go, none below another."""
-        if selector.is_everything:
-            return [
-                child
-                for child in self._tree.tree_core.root_node.children.values()
-                if child.id not in self._tops
-            ]
+        if selector.is_all:
+            return list(self._topmost_of(selector.namespace))
         named: list[list[DocumentNode]] = []  # a chain for each place of a document that goes
         kept: set[int] = set()  # nodes that are part of a document that stays
         for node in self.reachable():
@@ -216,6 +214,20 @@ class Retirement:
             tops[top.id] = top
         return [top for top in tops.values() if not self._is_below(top, tops)]
 
+    def _topmost_of(self, namespace: str | None) -> Iterator[DocumentNode]:
+        """The topmost nodes of a namespace; None is every one."""
+        name = cache(namespace_name)
+        stack: list[DocumentNode] = [self._tree.tree_core.root_node]
+        while stack:
+            for child in stack.pop().children.values():
+                if child.id in self._tops:
+                    continue
+                key = child.key
+                if namespace is None or namespace == name(key.extra_key, key.cache_salt):
+                    yield child
+                else:
+                    stack.append(child)
+
     def _is_below(self, node: DocumentNode, tops: dict[int, DocumentNode]) -> bool:
         parent = node.parent
         while parent is not None:
@@ -228,7 +240,8 @@ class Retirement:
         """Whether `req` has, or is computing, KV of what is retired."""
         if req.lock is None and not req.kv.holds_kv:
             return False
-        if selector.is_everything:
+        own = namespace_name(req.extra_key, req.cache_salt)
+        if selector.is_all and selector.namespace in (None, own):
             return True
         retrieval = self._tree.speculations.retrieval(req)
         indices = range(len(retrieval.annotation.documents))

@@ -5,22 +5,27 @@ API key where that is set. With several data-parallel ranks the answers of all s
 ``ranks``. A malformed call gets a 400 that says what is wrong with it, as ``{"error": {"message":
 ...}}``; nothing has happened then.
 
-- `GET /rag/documents`: see `documents`. ``sort``, ``order``, ``offset``, ``limit``, ``prefix``.
-- `GET /rag/tree`: see `tree_view`. ``depth``, ``nodes``.
+Where only one tenant's documents are meant, a body says so by ``cache_salt`` and ``extra_key``, as
+that tenant's requests have them, or by ``namespace``, the name that the listings give to both. A
+query has the name alone, since queries are logged.
+
+- `GET /rag/documents`: see `documents`. ``sort``, ``order``, ``offset``, ``limit``, ``prefix``,
+  ``namespace``.
+- `GET /rag/tree`: see `tree_view`. ``depth``, ``nodes``, ``namespace``.
 - `POST /rag/invalidate`: the documents of a `selector`. Answers what was removed, see
   `retirement.Removed`; 404 when a document that was named isn't in the tree.
-- `POST /rag/pin` ``{"id", "version", "namespace", "tier", "ttl_s"}``: keep a document that is
+- `POST /rag/pin` ``{"id", "version", "tier", "ttl_s"}``: keep a document that is
   cached, with its prefixes, in ``tier`` ("device", the default, or "host"), for ``ttl_s`` seconds
   or for good. Answers ``{"places": n}``; 404 when it isn't cached, 409 when the tier's budget
   doesn't reach.
-- `POST /rag/unpin` ``{"id", "version", "namespace"}``: answers ``{"pins": n}``, how many were given
+- `POST /rag/unpin` ``{"id", "version"}``: answers ``{"pins": n}``, how many were given
   up; 404 when there was none.
 - `GET /rag/pins`: the pins, with ``expires_in_s``, and what of each tier's budget they take.
-- `POST /rag/warm` ``{"prefix", "documents", "tokens_per_s"}``: compute documents in the background,
-  see `warming.parse_order`; 409 while another order is being carried out, or where speculations
-  are off. Answers the progress, as
-  does `GET /rag/warm`; `DELETE /rag/warm` leaves the rest. With several HTTP workers each knows its
-  own orders.
+- `POST /rag/warm` ``{"prefix", "documents", "tokens_per_s", "cache_salt", "extra_key",
+  "salt_from"}``: compute documents in the background, see `warming.parse_order`; 409 while another
+  order is being carried out, or where speculations are off. Answers the progress, as does
+  `GET /rag/warm`; `DELETE /rag/warm` leaves the rest. With several HTTP workers each knows its own
+  orders.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from rag_radix.control.actions import (
 )
 from rag_radix.control.documents import parse_page
 from rag_radix.control.pins import parse_tier, parse_ttl
-from rag_radix.control.selector import parse_object, parse_selector
+from rag_radix.control.selector import NAMESPACE_FIELDS, parse_object, parse_selector
 from rag_radix.control.tree_view import parse_view
 from rag_radix.control.warming import FIELDS as WARM_FIELDS
 from rag_radix.control.warming import MAX_BODY_BYTES as MAX_WARM_BYTES
@@ -88,7 +93,9 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
         return merged(await call(TREE_ACTION, asdict(view)))
 
     async def invalidate(request: Request) -> Any:
-        body = parse_object(await request.body(), ("id", "version", "prefix", "all", "namespace"))
+        body = parse_object(
+            await request.body(), ("id", "version", "prefix", "all", *NAMESPACE_FIELDS)
+        )
         selector = parse_selector(body)
         ranks = await call(INVALIDATE_ACTION, selector.as_json())
         if selector.id is not None and not any(r["places"] or r["requests"] for r in ranks):
@@ -97,7 +104,9 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
         return merged(ranks)
 
     async def pin(request: Request) -> Any:
-        body = parse_object(await request.body(), ("id", "version", "namespace", "tier", "ttl_s"))
+        body = parse_object(
+            await request.body(), ("id", "version", "tier", "ttl_s", *NAMESPACE_FIELDS)
+        )
         selector, tier, ttl_s = parse_selector(body), parse_tier(body), parse_ttl(body)
         expires_s = None if ttl_s is None else time.monotonic() + ttl_s
         order = {"selector": selector.as_json(), "tier": tier, "expires_s": expires_s}
@@ -116,7 +125,7 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
 
     async def unpin(request: Request) -> Any:
         selector = parse_selector(
-            parse_object(await request.body(), ("id", "version", "namespace"))
+            parse_object(await request.body(), ("id", "version", *NAMESPACE_FIELDS))
         )
         ranks = await call(UNPIN_ACTION, selector.as_json())
         if not any(ranks):

@@ -9,10 +9,11 @@ from typing import Any
 import orjson
 
 from rag_radix.errors import ControlError
-from rag_radix.statistics import DocumentKey
+from rag_radix.statistics import DocumentKey, namespace_name
 from rag_radix.wire import MAX_NAME_CHARS
 
 MAX_BODY_BYTES = 1 << 20
+NAMESPACE_FIELDS = ("namespace", "cache_salt", "extra_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,13 @@ class Selector:
         return named and self.namespace in (None, document.namespace)
 
     @property
+    def is_all(self) -> bool:
+        """Whether it means prompts without documents, too."""
+        return self.prefix == ""
+
+    @property
     def is_everything(self) -> bool:
-        return self.prefix == "" and self.namespace is None
+        return self.is_all and self.namespace is None
 
     @property
     def description(self) -> str:
@@ -61,7 +67,7 @@ class Selector:
 
 
 def parse_selector(body: Mapping[str, Any]) -> Selector:
-    """Read `{"id", "version", "prefix", "all", "namespace"}` of a call's body.
+    """Read `{"id", "version", "prefix", "all"}` and `NAMESPACE_FIELDS` of a call's body.
 
     Raises:
         ControlError: Not exactly one of id, prefix and all is given, or one is malformed.
@@ -77,13 +83,27 @@ def parse_selector(body: Mapping[str, Any]) -> Selector:
     if given == ["all"]:
         if body["all"] is not True:
             raise ControlError(f'"all" must be true, not {body["all"]!r:.40}')
-        return Selector(prefix="", namespace=_name(body, "namespace", may_be_empty=True))
+        return Selector(prefix="", namespace=parse_namespace(body))
     return Selector(
         id=_name(body, "id"),
         version=_name(body, "version", may_be_empty=True),
         prefix=_name(body, "prefix"),
-        namespace=_name(body, "namespace", may_be_empty=True),
+        namespace=parse_namespace(body),
     )
+
+
+def parse_namespace(body: Mapping[str, Any]) -> str | None:
+    """The name of the namespace that a call's body means, by that name or by what requests have.
+
+    Raises:
+        ControlError: It is given both ways, or malformed.
+    """
+    salt, key = (_name(body, name, may_be_empty=True) for name in ("cache_salt", "extra_key"))
+    if salt is None and key is None:
+        return _name(body, "namespace", may_be_empty=True)
+    if "namespace" in body:
+        raise ControlError('give either "namespace" or "cache_salt" and "extra_key"')
+    return namespace_name(key, salt)
 
 
 def parse_object(

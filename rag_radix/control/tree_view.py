@@ -29,10 +29,13 @@ class View:
         depth: Nodes from the root downwards.
         nodes: In all; those nearest to the root come first, and of siblings those that were
             used most.
+        namespace: Only what requests of the namespace of this name may find: its nodes, and those
+            without a salt or key; None for all.
     """
 
     depth: int = 4
     nodes: int = 200
+    namespace: str | None = None
 
 
 def parse_view(query: Mapping[str, str]) -> View:
@@ -42,12 +45,13 @@ def parse_view(query: Mapping[str, str]) -> View:
         ControlError: A name is unknown or a value wrong.
     """
     for name in query:
-        if name not in ("depth", "nodes"):
-            raise ControlError(f"{name!r:.60} is unknown; known are depth, nodes")
+        if name not in ("depth", "nodes", "namespace"):
+            raise ControlError(f"{name!r:.60} is unknown; known are depth, nodes, namespace")
     default = View()
     return View(
         depth=parse_count(query, "depth", default.depth, 1, MAX_DEPTH),
         nodes=parse_count(query, "nodes", default.nodes, 1, MAX_NODES),
+        namespace=query.get("namespace"),
     )
 
 
@@ -59,7 +63,11 @@ def tree_view(tree: KnowledgeTree, view: View) -> dict[str, Any]:
     queue = deque([(root, shown, 0)])
     while queue:
         node, parent, depth = queue.popleft()
-        children = [child for child in node.children.values() if not tree.control.is_retired(child)]
+        children = [
+            child
+            for child in node.children.values()
+            if not tree.control.is_retired(child) and _is_in(view.namespace, child)
+        ]
         children.sort(key=lambda child: (-child.statistics.frequency, child.id))
         kept = children[:left] if depth < view.depth else []
         left -= len(kept)
@@ -71,6 +79,14 @@ def tree_view(tree: KnowledgeTree, view: View) -> dict[str, Any]:
     return {"nodes": view.nodes - left, "tree": shown}
 
 
+def _is_in(namespace: str | None, node: DocumentNode) -> bool:
+    return namespace is None or _namespace(node) in ("", namespace)
+
+
+def _namespace(node: DocumentNode) -> str:
+    return namespace_name(node.key.extra_key, node.key.cache_salt)
+
+
 def _entry(tree: KnowledgeTree, node: DocumentNode) -> dict[str, Any]:
     data = node.component_data[ComponentType.FULL]
     tier = TierName.DEVICE if node.on_device else TierName.HOST
@@ -80,7 +96,7 @@ def _entry(tree: KnowledgeTree, node: DocumentNode) -> dict[str, Any]:
             {"id": each.document.id, "version": each.document.version, "tokens": each.tokens}
             for each in node.occurrences
         ],
-        "namespace": namespace_name(node.key.extra_key, node.key.cache_salt),
+        "namespace": _namespace(node),
         "tokens": len(node.key),
         "device": node.on_device,
         "host": bool(node.backuped),

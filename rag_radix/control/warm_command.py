@@ -39,6 +39,11 @@ def add_warm_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template", help="how a document stands in a prompt (that of rag_retrieve)"
     )
+    parser.add_argument("--cache-salt", metavar="SALT", help="of the requests to come")
+    parser.add_argument("--extra-key", metavar="KEY", help="likewise")
+    parser.add_argument(
+        "--shared-prefix", action="store_true", help="the salt covers the documents alone"
+    )
     parser.add_argument("--tokens-per-s", type=float, default=DEFAULT_TOKENS_PER_S, metavar="N")
 
 
@@ -71,7 +76,17 @@ def order(options: argparse.Namespace) -> dict[str, Any]:
         ]
     except (FrontendError, OSError, UnicodeDecodeError) as error:
         raise ControlError(str(error)) from None
-    return {"prefix": prefix, "documents": documents, "tokens_per_s": options.tokens_per_s}
+    tenant = {
+        "cache_salt": options.cache_salt,
+        "extra_key": options.extra_key,
+        "salt_from": 0 if options.shared_prefix else None,
+    }
+    return {
+        "prefix": prefix,
+        "documents": documents,
+        "tokens_per_s": options.tokens_per_s,
+        **{name: value for name, value in tenant.items() if value is not None},
+    }
 
 
 def _chosen(options: argparse.Namespace) -> Iterator[Any]:

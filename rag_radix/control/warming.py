@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
 MAX_DOCUMENTS = 100_000
-FIELDS = ("prefix", "documents", "tokens_per_s")
+FIELDS = ("prefix", "documents", "tokens_per_s", "cache_salt", "extra_key", "salt_from")
 DEFAULT_TOKENS_PER_S = 10_000.0
 # After a refusal, doubled up to the longest.
 _SHORTEST_WAIT_S = 0.1
@@ -61,11 +61,16 @@ class WarmOrder:
         prefix: What prompts begin with, as they have it: text, or tokens.
         documents: In the order in which they are computed.
         tokens_per_s: How much at most, prefixes included.
+        cache_salt, extra_key: Of the requests that are to find them.
+        salt_from: 0 where the salt covers the documents and not the prefix.
     """
 
     prefix: Prompt
     documents: tuple[WarmDocument, ...]
     tokens_per_s: float = DEFAULT_TOKENS_PER_S
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    salt_from: int | None = None
 
 
 @dataclass(slots=True)
@@ -92,7 +97,8 @@ class Progress:
 
 
 def parse_order(body: Mapping[str, Any]) -> WarmOrder:
-    """Read `{"prefix": ..., "documents": [{"id", "version", "text" or "tokens"}], "tokens_per_s"}`.
+    """Read `{"prefix": ..., "documents": [{"id", "version", "text" or "tokens"}], "tokens_per_s",
+    "cache_salt", "extra_key", "salt_from"}`.
 
     Raises:
         ControlError: Something is malformed; the message names it.
@@ -110,7 +116,16 @@ def parse_order(body: Mapping[str, Any]) -> WarmOrder:
     rate = body.get("tokens_per_s", DEFAULT_TOKENS_PER_S)
     if type(rate) not in (int, float) or not 0 < rate < 1e9:
         raise ControlError(f'"tokens_per_s" must be a number above 0, not {rate!r:.40}')
-    return WarmOrder(prefix if prefix else kind(), documents, float(rate))
+    salt, key = body.get("cache_salt"), body.get("extra_key")
+    for name, value in (("cache_salt", salt), ("extra_key", key)):
+        if value is not None and not isinstance(value, str):
+            raise ControlError(f'"{name}" must be a string, not {value!r:.40}')
+    salt_from = body.get("salt_from")
+    if salt_from is not None and not (type(salt_from) is int and salt_from == 0 and salt):
+        raise ControlError('"salt_from" must be 0, beside a "cache_salt", or null')
+    return WarmOrder(
+        prefix if prefix else kind(), documents, float(rate), salt or None, key or None, salt_from
+    )
 
 
 def _document(item: Any, index: int) -> WarmDocument:
@@ -142,14 +157,17 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
-def request_body(prefix: Prompt, document: WarmDocument) -> dict[str, Any]:
-    """The body of `/generate` that computes `document` behind `prefix`."""
+def request_body(order: WarmOrder, document: WarmDocument) -> dict[str, Any]:
+    """The body of `/generate` that computes `document` behind the prefix of `order`."""
+    prefix = order.prefix
     start = len(prefix)
     text = isinstance(document.content, str)
     span = {"id": document.id, "version": document.version}
     span |= {"start": start, "end": start + len(document.content)}  # type: ignore[dict-item]
     return {
         "text" if text else "input_ids": prefix + document.content,  # type: ignore[operator]
+        "cache_salt": order.cache_salt,
+        "extra_key": order.extra_key,
         "sampling_params": {
             "max_new_tokens": 1,
             "temperature": 0,
@@ -158,6 +176,7 @@ def request_body(prefix: Prompt, document: WarmDocument) -> dict[str, Any]:
                     "documents": [span],
                     "unit": "char" if text else "token",
                     "speculative": True,
+                    "salt_from": order.salt_from,
                 }
             },
         },
@@ -203,7 +222,7 @@ class Warming:
         wait_s = _SHORTEST_WAIT_S
         while True:
             try:
-                tokens = await self._generate(request_body(order.prefix, document))
+                tokens = await self._generate(request_body(order, document))
             except Busy:
                 progress.refusals += 1
                 await asyncio.sleep(wait_s)

@@ -16,6 +16,7 @@ from rag_radix.cli import main
 from rag_radix.control import warming
 from rag_radix.control.tables import bar, printable, shortened, table
 from rag_radix.replay.trace import TraceDocument, TraceRequest, write_trace
+from rag_radix.statistics import DocumentKey
 
 ROW = {
     "id": "wiki/1\x1b[31m",
@@ -294,3 +295,22 @@ def test_tables_keep_what_clients_wrote_in_its_place():
     assert table(["id", "n"], [["a", 1], ["bcd", 20]]) == "id    n\na     1\nbcd  20"
     assert bar(5, 0) == "░" * 30
     assert bar(9, 3) == "█" * 30
+
+
+def test_a_tenant_is_named_by_its_salt_which_stays_here(server, tmp_path, capsys):
+    server.answers["/rag/documents"] = 200, {"total": 0, "offset": 0, "documents": []}
+    server.answers["/rag/invalidate"] = 200, REMOVED
+    server.answers["/rag/warm"] = 200, {**PROGRESS, "problem": None}
+    url = ["--url", server.url]
+    salt, name = ["--cache-salt", "secret"], DocumentKey("", cache_salt="secret").namespace
+    assert main(["documents", *salt, *url]) == 0
+    assert server.calls[-1][0].endswith(f"namespace={name}")
+    assert main(["invalidate", "--all", *salt, *url]) == 0
+    assert server.calls[-1][1] == {"all": True, "namespace": name}
+    assert main(["invalidate", "a", "--namespace", "x", *salt, *url]) == 2
+    assert "give either --namespace, or --cache-salt" in capsys.readouterr().err
+    source = tmp_path / "notes.jsonl"
+    source.write_text('{"id": "a", "text": "one"}\n')
+    assert main(["warm", str(source), *salt, "--shared-prefix", *url]) == 0
+    order = server.calls[-1][1]
+    assert (order["cache_salt"], order["salt_from"]) == ("secret", 0)

@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from rag_radix.control.routes import add_control_routes
+from rag_radix.statistics import DocumentKey
 
 REMOVED = {"places": 1, "paths": [["a"]], "requests": 0}
 ACCEPTING = {"waiting": 0, "max_prefill_bs": 4, "accepts": True}
@@ -53,6 +54,8 @@ def client(*ranks: Any, keys: tuple[str | None, str | None] = (None, None)) -> T
         (b'{"prefix": ""}', '"prefix" must not be empty'),
         (b'{"all": 1}', '"all" must be true'),
         (b'{"prefix": "a", "version": "1"}', '"version" needs an "id"'),
+        (b'{"id": "a", "cache_salt": 5}', '"cache_salt" must be a string'),
+        (b'{"id": "a", "cache_salt": "s", "namespace": "x"}', 'give either "namespace" or'),
         (b'{"id": "a", "version": null}', '"version" must be a string'),
         (b'{"id": "\\ud800"}', "isn't JSON"),
         (b'{"id": "%s"}' % (b"a" * 600), "600 characters"),
@@ -167,6 +170,7 @@ def test_documents_are_warmed_in_order_in_the_background():
             "documents": [{"id": "b", "version": "2", "start": 4, "end": 7}],
             "unit": "char",
             "speculative": True,
+            "salt_from": None,
         }
         slow = {**body, "tokens_per_s": 0.001}
         assert server.post("/rag/warm", json=slow).status_code == 200
@@ -190,6 +194,15 @@ def test_documents_are_warmed_in_order_in_the_background():
         ({"prefix": 5, "documents": [{"id": "a", "text": "b"}]}, '"prefix" must be'),
         ({"prefix": [5], "documents": [{"id": "a", "text": "b"}]}, "all of them as tokens"),
         ({"documents": [{"id": "a", "text": "b"}], "tokens_per_s": 0}, '"tokens_per_s" must be'),
+        ({"documents": [{"id": "a", "text": "b"}], "cache_salt": 1}, '"cache_salt" must be'),
+        (
+            {"documents": [{"id": "a", "text": "b"}], "salt_from": 0},
+            '"salt_from" must be 0, beside',
+        ),
+        (
+            {"documents": [{"id": "a", "text": "b"}], "cache_salt": "s", "salt_from": 1},
+            '"salt_from" must be 0',
+        ),
     ],
 )
 def test_a_malformed_order_to_warm_says_what_is_wrong(body, problem):
@@ -268,3 +281,13 @@ def test_nothing_is_warmed_where_speculations_are_off():
         assert reply.status_code == 409
         assert "max_prefill_bs=0" in reply.json()["error"]["message"]
         assert server.get("/rag/warm").json()["documents"] == 0
+
+
+def test_a_salt_is_neither_passed_on_nor_logged(caplog):
+    server = client(REMOVED)
+    body = {"id": "a", "cache_salt": "secret", "extra_key": "key"}
+    with caplog.at_level(logging.INFO):
+        assert server.post("/rag/invalidate", json=body).status_code == 200
+    ((_, selector),) = server.calls
+    assert selector == {"id": "a", "namespace": DocumentKey("a", "", "key", "secret").namespace}
+    assert "secret" not in caplog.text

@@ -8,6 +8,7 @@ from unit.tree.prompts import SYSTEM, document, prompt
 
 from rag_radix.control.documents import Page, documents
 from rag_radix.control.selector import Selector
+from rag_radix.statistics import DocumentKey
 
 POLICIES = ["pgdsf", "pgdsf-plus"]
 
@@ -332,3 +333,41 @@ def test_new_weights_leave_nothing_even_where_sglang_does_not_flush():
         h.publish(req)
         end(h, req)
         assert h.nodes() == []
+
+
+def test_a_tenant_goes_with_all_that_it_has_asked():
+    with harness(device_tokens=2000) as h:
+        tokens, spans = prompt("public", "private")
+        for salt in ("one", "two"):
+            h.serve(tokens, spans, cache_salt=salt, salt_from=1)
+        h.serve(range(3000, 3050), cache_salt="one")
+        h.serve(*prompt("public"))
+        one = DocumentKey("", cache_salt="one").namespace
+        removed = invalidate(h, prefix="", namespace=one)
+        assert (removed.places, removed.in_use.nodes) == (2, 0)
+        assert {node.key.cache_salt for node in h.nodes()} == {None, "two"}
+        assert ids(h) == {"public", "private"}
+        assert h.serve(range(3000, 3050), cache_salt="one").cached_tokens_device == 0
+        assert h.serve(tokens, spans, cache_salt="one", salt_from=1).cached_tokens_device == 60
+
+
+def test_what_stands_behind_a_public_document_goes_with_it_for_every_tenant():
+    with harness(device_tokens=2000) as h:
+        for salt in ("one", "two"):
+            h.serve(*prompt("public", "private"), cache_salt=salt, salt_from=1)
+        assert invalidate(h, id="public", namespace="").places == 1
+        assert is_empty_but_for(h, 20)
+
+
+def test_a_request_of_a_tenant_that_goes_publishes_no_more():
+    with harness(device_tokens=2000) as h:
+        reqs = [h.request(range(3000, 3050), cache_salt=salt) for salt in ("one", "two")]
+        for req in reqs:
+            h.admit(req)
+            h.compute(req)
+        removed = invalidate(h, prefix="", namespace=DocumentKey("", cache_salt="one").namespace)
+        assert removed.requests == 1
+        assert [req.skip_radix_cache_insert for req in reqs] == [True, False]
+        for req in reqs:
+            end(h, req)
+        assert {node.key.cache_salt for node in h.nodes()} == {"two"}

@@ -24,6 +24,9 @@ SALTED = DocumentKey("wiki/1", "2", None, "secret")
         ({"all": True, "namespace": ""}, [PUBLIC]),
         ({"id": "wiki/1", "namespace": SALTED.namespace}, [SALTED]),
         ({"id": "wiki/1", "namespace": "secret"}, []),
+        ({"id": "wiki/1", "cache_salt": "secret"}, [SALTED]),
+        ({"id": "wiki/1", "cache_salt": ""}, [PUBLIC]),
+        ({"prefix": "wiki/", "cache_salt": "secret", "extra_key": "other"}, []),
     ],
 )
 def test_a_selector_means(body, meant):

@@ -8,6 +8,7 @@ from unit.tree.prompts import prompt
 from rag_radix.control.documents import Page, documents
 from rag_radix.control.selector import Selector
 from rag_radix.control.tree_view import View, tree_view
+from rag_radix.statistics import DocumentKey
 
 
 def test_a_document_is_listed_once_with_its_places_hits_and_tiers():
@@ -82,3 +83,25 @@ def test_what_is_retired_isnt_shown():
         assert documents(h.tree, Page())["total"] == 0
         assert tree_view(h.tree, View())["nodes"] == 1
         h.finish(req)
+
+
+def test_a_tenant_is_shown_by_itself():
+    with harness(device_tokens=4000) as h:
+        for salt in ("one", "two"):
+            h.serve(*prompt("public", "private"), cache_salt=salt, salt_from=1)
+        one = DocumentKey("", cache_salt="one").namespace
+
+        def rows(namespace):
+            found = documents(h.tree, Page(sort="id", descending=False, namespace=namespace))
+            return [(row["id"], row["namespace"]) for row in found["documents"]]
+
+        assert len(rows(None)) == 3
+        assert rows(one) == [("private", one)]
+        assert rows("") == [("public", "")]
+        assert rows("nobody") == []
+        everything, mine = (
+            tree_view(h.tree, View(depth=64, nodes=5000, namespace=name))["nodes"]
+            for name in (None, one)
+        )
+        assert everything == len(h.nodes())
+        assert mine == sum(node.key.cache_salt in (None, "one") for node in h.nodes())

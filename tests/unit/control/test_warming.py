@@ -42,7 +42,8 @@ def test_a_document_that_is_refused_is_tried_again(monkeypatch):
 
 
 def test_tokens_are_sent_as_tokens():
-    body = request_body([1, 2, 3], WarmDocument("a", "1", [4, 5]))
+    document = WarmDocument("a", "1", [4, 5])
+    body = request_body(WarmOrder([1, 2, 3], (document,)), document)
     assert body["input_ids"] == [1, 2, 3, 4, 5]
     rag = body["sampling_params"]["custom_params"]["rag"]
     assert rag["documents"] == [{"id": "a", "version": "1", "start": 3, "end": 5}]
