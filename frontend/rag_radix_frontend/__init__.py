@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rag_radix_frontend.endpoint import RagEndpoint
     from rag_radix_frontend.errors import FrontendError
     from rag_radix_frontend.messages import annotate
+    from rag_radix_frontend.retries import Retries
     from rag_radix_frontend.retrieval_report import RetrievalReport
     from rag_radix_frontend.retrieve import rag_retrieve
     from rag_radix_frontend.retrieved_text import RetrievedText
@@ -44,6 +45,7 @@ _MODULES = {
     "RagEndpoint": "endpoint",
     "RetrievalReport": "retrieval_report",
     "RetrievedText": "retrieved_text",
+    "Retries": "retries",
     "Retriever": "retriever",
     "ScoredDocument": "retriever",
     "Stage": "retriever",
@@ -68,6 +70,7 @@ __all__ = [
     "LangChainRetriever",
     "LlamaIndexRetriever",
     "RagEndpoint",
+    "Retries",
     "RetrievalReport",
     "RetrievedAnswer",
     "RetrievedText",

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +28,10 @@ from sglang.utils import http_request
 _MAX_IDLE_S = 3.0
 _MAX_IDLE = 64
 _PIECE_BYTES = 65_536
+
+
+class StaleConnection(ConnectionResetError):
+    """A connection that was kept has been closed before a reply began, likely unasked."""
 
 
 class Connections:
@@ -50,7 +55,13 @@ class Connections:
         self._process = os.getpid()
 
     def request(
-        self, route: str, data: Any = None, *, stream: bool = False, timeout_s: float | None = None
+        self,
+        route: str,
+        data: Any = None,
+        *,
+        stream: bool = False,
+        timeout_s: float | None = None,
+        once: bool = False,
     ) -> Any:
         """The reply to a POST of `data` as JSON, or to a GET where there is none.
 
@@ -58,7 +69,11 @@ class Connections:
         as replies of the package requests have. With `timeout_s`, the server has so long for each
         of its steps. Behind a proxy SGLang's client is used, which knows no such limit.
 
+        The server may see a request twice, on a kept connection that it closed without a reply and
+        on the next one, unless it is to be sent `once`.
+
         Raises:
+            StaleConnection: with `once`, the connection was such a one.
             OSError: the server can't be reached or doesn't answer.
         """
         if self._is_proxied:
@@ -67,13 +82,13 @@ class Connections:
         method = "GET" if data is None else "POST"
         body = None if data is None else orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS)
         with _system_errors():
-            reply = self._exchange(method, self._path + route, body, timeout_s)
+            reply = self._exchange(method, self._path + route, body, timeout_s, once)
             if not stream:
                 reply.read()
             return reply
 
     def _exchange(
-        self, method: str, path: str, body: bytes | None, timeout_s: float | None
+        self, method: str, path: str, body: bytes | None, timeout_s: float | None, once: bool
     ) -> _Reply:
         while True:
             connection = self._take()
@@ -91,6 +106,8 @@ class Connections:
                 # The server may have closed a connection just when it was used again.
                 if is_new or not isinstance(error, ConnectionError):
                     raise
+                if once:
+                    raise StaleConnection(f"a kept connection was closed: {error}") from error
 
     def _connect(self, timeout_s: float | None) -> HTTPConnection:
         if self._tls is None:
@@ -140,7 +157,14 @@ class _Reply:
         return self._content
 
     def json(self) -> Any:
-        return orjson.loads(self.read())
+        content = self.read()
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            # Cut short in its head, a reply doesn't say how long it was to be.
+            if self.status_code == HTTPStatus.OK:
+                raise ConnectionResetError(f"the server's reply is broken: {error}") from error
+            raise
 
     @property
     def text(self) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from sglang.lang.choices import ChoicesDecision, ChoicesSamplingMethod
@@ -16,7 +16,6 @@ from sglang.lang.ir import SglSamplingParams
 from rag_radix_frontend.connections import Connections
 from rag_radix_frontend.errors import (
     ArgumentError,
-    RequestAborted,
     RequestError,
     SpeculationEnded,
     SpeculationRefused,
@@ -25,11 +24,17 @@ from rag_radix_frontend.gate import Gate
 from rag_radix_frontend.in_flight import InFlight
 from rag_radix_frontend.pipeline import Speculator
 from rag_radix_frontend.promotion import Promoter
+from rag_radix_frontend.replies import check_result, events, message
+from rag_radix_frontend.retries import DEFAULT_RETRIES, Attempts, Retries, is_transient
 from rag_radix_frontend.retrieval_report import RetrievalReport
 from rag_radix_frontend.run_ahead import Call, Method
 from rag_radix_frontend.sglang_lang import own_params
 from rag_radix_frontend.speculation import Speculation
+from rag_radix_frontend.stream_progress import StreamProgress
 from rag_radix_frontend.wire import ENDED, REFUSED, placed_annotation
+from rag_radix_frontend.workers import WORKERS
+
+_T = TypeVar("_T")
 
 _LOGPROB_OPTIONS = (
     "return_logprob",
@@ -46,13 +51,15 @@ _TIMEOUT_S = 60.0
 
 
 class RagEndpoint(RuntimeEndpoint):
-    """`sgl.RuntimeEndpoint`, with four differences.
+    """`sgl.RuntimeEndpoint`, with five differences.
 
     - Every request whose text holds retrieved documents says where they are, `gen` and
       `select` alike. With `strict`, the server refuses those it can't place.
     - The request after a retrieval may be answered while the retrieval still runs
       (`rag_retrieve`), where the server has rag-radix's routes.
     - `cancel(state)` ends a program's requests.
+    - What breaks off is asked again (`Retries`), each time under another id, and the request
+      before is aborted; speculations aren't. In the end it raises `ConnectionLost`.
     - What the server refuses raises `RequestError`, and `gen(n > 1)` returns a list.
     """
 
@@ -66,8 +73,15 @@ class RagEndpoint(RuntimeEndpoint):
         chat_template_name: str | None = None,
         *,
         strict: bool = False,
+        retries: Retries = DEFAULT_RETRIES,
     ) -> None:
-        super().__init__(base_url, api_key, verify, chat_template_name)
+        self._retries = retries
+        self._attempted(
+            base_url,
+            lambda: super(RagEndpoint, self).__init__(
+                base_url, api_key, verify, chat_template_name
+            ),
+        )
         # SGLang's client assumes a route for it that its server doesn't have.
         self.support_concate_and_append = False
         self._strict = strict
@@ -96,7 +110,10 @@ class RagEndpoint(RuntimeEndpoint):
             RequestError: the server has no knowledge tree, or can't tokenize in pieces.
         """
         asked = {"text": text, "documents": list(documents)}
-        order: list[int] = self._post("/rag/order", asked).json()["order"]
+        order: list[int] = self._attempted(
+            self.base_url + "/rag/order",
+            lambda: self._post("/rag/order", asked, self._retries.silence_s).json()["order"],
+        )
         return order
 
     def retrievals(self) -> RetrievalReport:
@@ -124,12 +141,20 @@ class RagEndpoint(RuntimeEndpoint):
             return
         data = {**self._payload(s, sampling_params), "stream": True}
         self._add_images(s, data)
-        with self._sending(s, data), contextlib.closing(self._post("/generate", data)) as response:
-            sent = 0
-            for event in _events(response):
-                _check_result(event)
-                yield event["text"][sent:], event["meta_info"]
-                sent = len(event["text"])
+        progress, attempts = StreamProgress(data), self._attempts(s)
+        while not progress.is_finished:
+            try:
+                request = progress.next_request(
+                    partial(self._prompt_ids, s, data["text"]), self._decode
+                )
+                with self._sending(s, request), contextlib.closing(self._sent(request)) as reply:
+                    for event in events(reply):
+                        check_result(event)
+                        yield progress.add(event)
+                return
+            except Exception as error:
+                if not progress.is_finished:
+                    self._failed(s, attempts, error, progress)
 
     def select(
         self,
@@ -163,21 +188,89 @@ class RagEndpoint(RuntimeEndpoint):
     # The base class's select() sends its requests through here.
     def _generate_http_request(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
         self._add_images(s, data)
+        attempts = self._attempts(s)
+        while True:
+            try:
+                return self._ask(s, dict(data))
+            except Exception as error:
+                self._failed(s, attempts, error)
+
+    def _ask(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
         with self._sending(s, data):
-            result = self._post("/generate", data).json()
+            result = self._sent(data).json()
         for one in result if isinstance(result, list) else [result]:
-            _check_result(one)
+            check_result(one)
         return result
+
+    def _sent(self, data: dict[str, Any]) -> Any:
+        return self._checked(
+            self._connections.request(
+                "/generate",
+                data,
+                stream=data.get("stream", False),
+                timeout_s=self._retries.silence_s,
+                once=True,
+            )
+        )
+
+    def _attempts(self, s: StreamExecutor) -> Attempts:
+        url = self.base_url + "/generate"
+        return Attempts(self._retries, url, partial(self._in_flight.pause, s))
+
+    def _failed(
+        self,
+        s: StreamExecutor,
+        attempts: Attempts,
+        error: Exception,
+        progress: StreamProgress | None = None,
+    ) -> None:
+        """A request of a state has failed: returns when another one is due, or raises."""
+        if attempts.costs_nothing(error):
+            return
+        if self._in_flight.is_speculative(s):
+            raise error
+        if progress is not None and progress.text and is_transient(error):
+            if not self._retries.continues:
+                why_final = "with Retries(continues=True) it would have gone on"
+                raise attempts.broken_off(error, len(progress.text), why_final) from error
+            if (obstacle := progress.obstacle()) is not None:
+                why_final = f"an answer with {obstacle} can't go on elsewhere"
+                raise attempts.broken_off(error, len(progress.text), why_final) from error
+        attempts.failed(error)
+
+    def _attempted(self, url: str, ask: Callable[[], _T]) -> _T:
+        attempts = Attempts(self._retries, url)
+        while True:
+            try:
+                return ask()
+            except Exception as error:
+                attempts.failed(error)
+
+    def _prompt_ids(self, s: StreamExecutor, prompt: str) -> list[int]:
+        """The tokens of a state's prompt, which the server computes and keeps by the way."""
+        data = {"text": prompt, "sampling_params": {"max_new_tokens": 0}}
+        ids: list[int] = self._ask(s, {**data, "return_prompt_token_ids": True})["prompt_token_ids"]
+        return ids
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._post("/detokenize", {"tokens": list(ids)}, _TIMEOUT_S).json()["text"]
+        return text
 
     @contextlib.contextmanager
     def _sending(self, s: StreamExecutor, data: dict[str, Any]) -> Iterator[None]:
         """Give a request its ids and annotations, and count it as running meanwhile."""
         batch = data.get("text", data.get("input_ids"))
-        count = len(batch) if isinstance(batch, list) else 1
-        with self._in_flight.sending(s, count) as ticket:
-            data["rid"] = ticket.rids if isinstance(batch, list) else ticket.rids[0]
+        count = len(batch) if isinstance(batch, list) and not isinstance(batch[0], int) else None
+        with self._in_flight.sending(s, count or 1) as ticket:
+            data["rid"] = ticket.rids[0] if count is None else ticket.rids
             _annotate(data, self._strict, ticket.speculative)
-            yield
+            try:
+                yield
+            except OSError as error:
+                # The server may not know that nobody waits for it any longer.
+                if not isinstance(error, ConnectionRefusedError):
+                    WORKERS.start(partial(self._give_up, ticket.rids))
+                raise
 
     def _kept(self, s: StreamExecutor, method: Method, *arguments: Any) -> Speculation | None:
         """The speculation that answers this call of a state, if it has one that does."""
@@ -217,14 +310,16 @@ class RagEndpoint(RuntimeEndpoint):
             states |= reply["rids"]
         return states
 
+    def _give_up(self, rids: list[str]) -> None:
+        with contextlib.suppress(Exception):
+            for rid in rids:
+                self._abort(rid)
+
     def _abort(self, rid: str) -> None:
         self._post("/abort_request", {"rid": rid}, timeout_s=_TIMEOUT_S)
 
     def _post(self, route: str, data: dict[str, Any], timeout_s: float | None = None) -> Any:
-        stream = data.get("stream", False)
-        return self._checked(
-            self._connections.request(route, data, stream=stream, timeout_s=timeout_s)
-        )
+        return self._checked(self._connections.request(route, data, timeout_s=timeout_s))
 
     def _checked(self, response: Any) -> Any:
         self._assert_success(response)
@@ -234,10 +329,10 @@ class RagEndpoint(RuntimeEndpoint):
         try:
             super()._assert_success(res)
         except RuntimeError as error:
-            if (message := _message(error.args[0])).startswith(REFUSED):
-                raise SpeculationRefused(message) from None
-            if message.startswith(ENDED):
-                raise SpeculationEnded(message) from None
+            if (said := message(error.args[0])).startswith(REFUSED):
+                raise SpeculationRefused(said) from None
+            if said.startswith(ENDED):
+                raise SpeculationEnded(said) from None
             raise RequestError(
                 f"the server refused the request: {error}", res.status_code
             ) from None
@@ -253,33 +348,3 @@ def _annotate(data: dict[str, Any], strict: bool, speculative: bool) -> None:
         data["sampling_params"] = [{**params, "custom_params": one} for one in annotations]
     else:
         params["custom_params"] = annotations[0]
-
-
-def _message(content: Any) -> str:
-    """What an error reply says: SGLang has several forms of it."""
-    for key in ("message", "error", "detail"):
-        if isinstance(content, Mapping) and key in content:
-            return _message(content[key])
-    return str(content)
-
-
-def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """The JSON events of a server-sent stream; RequestError unless it ends with its mark."""
-    for line in response.iter_lines():
-        if line == b"data: [DONE]":
-            return
-        if line.startswith(b"data:"):
-            yield json.loads(line.removeprefix(b"data:"))
-    raise RequestError("the server closed the stream before its end; its log may say why")
-
-
-def _check_result(result: dict[str, Any]) -> None:
-    if "error" in result:
-        raise RequestError(f"the server refused the request: {result['error']}")
-    reason = result["meta_info"].get("finish_reason")
-    if reason and reason["type"] == "abort":
-        message = reason.get("message") or ""
-        for prefix, error in ((REFUSED, SpeculationRefused), (ENDED, SpeculationEnded)):
-            if message.startswith(prefix):
-                raise error(message, result["meta_info"])
-        raise RequestAborted(f"the request was aborted: {message}", result["meta_info"])

@@ -38,14 +38,23 @@ class RequestError(FrontendError, RuntimeError):
         self.status = status
 
 
+class ConnectionLost(RequestError):
+    """The server gave no answer, or only part of one, in all attempts; the message says why."""
+
+
 class RequestAborted(RequestError):
     """A request was cancelled, so its text is not an answer.
 
     `meta_info` is what the server said about it.
     """
 
-    def __init__(self, message: str, meta_info: Mapping[str, Any] | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        meta_info: Mapping[str, Any] | None = None,
+        status: int | None = None,
+    ) -> None:
+        super().__init__(message, status)
         self.meta_info = meta_info or {}
 
 

@@ -95,6 +95,17 @@ class InFlight:
             self._of[copy] = ahead = _Requests(speculative=True)
             requests.ahead.add(ahead)
 
+    def is_speculative(self, state: Any) -> bool:
+        """Whether the requests of a state are speculations now."""
+        with self._ended:
+            return state in self._of and self._of[state].speculative
+
+    def pause(self, state: Any, pause_s: float) -> None:
+        """Wait between two requests of a state, no longer than until it is cancelled."""
+        with self._ended:
+            requests = self._of.setdefault(state, _Requests())
+            self._ended.wait_for(lambda: requests.cancelled, pause_s)
+
     def make_ordinary(self, copy: Any) -> list[str]:
         """Let all further requests of a speculation be ordinary ones; the ids of those before."""
         with self._ended:
@@ -118,6 +129,7 @@ class InFlight:
     def _end(self, unwanted: list[_Requests]) -> None:
         for requests in unwanted:
             requests.cancelled = True
+        self._ended.notify_all()
         self._unwanted += [requests for requests in unwanted if requests.rids]
         if not self._unwanted:
             return

@@ -1,0 +1,64 @@
+"""What the server's replies say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rag_radix_frontend.errors import (
+    RequestAborted,
+    RequestError,
+    SpeculationEnded,
+    SpeculationRefused,
+)
+from rag_radix_frontend.wire import ENDED, REFUSED
+
+
+def message(content: Any) -> str:
+    """What an error reply says: SGLang has several forms of it."""
+    for key in ("message", "error", "detail"):
+        if isinstance(content, Mapping) and key in content:
+            return message(content[key])
+    return str(content)
+
+
+def events(response: Any) -> Iterator[dict[str, Any]]:
+    """The JSON events of a server-sent stream.
+
+    Raises:
+        ConnectionResetError: the stream stops before its mark of an end.
+    """
+    for line in response.iter_lines():
+        if line == b"data: [DONE]":
+            return
+        if line.startswith(b"data:"):
+            try:
+                event = json.loads(line.removeprefix(b"data:"))
+            except ValueError:  # its end is missing
+                break
+            yield event
+    raise ConnectionResetError("the server closed the stream before its end; its log may say why")
+
+
+def check_result(result: dict[str, Any]) -> None:
+    """Raise what a result or an event says of the failure of its request, if it does.
+
+    Raises:
+        RequestError: the server refused the request or ended it.
+    """
+    if "error" in result:
+        error = result["error"]
+        code = error.get("code") if isinstance(error, Mapping) else None
+        raise RequestError(
+            f"the server refused the request: {error}", code if isinstance(code, int) else None
+        )
+    reason = result["meta_info"].get("finish_reason")
+    if reason and reason["type"] == "abort":
+        said = reason.get("message") or ""
+        for prefix, kind in ((REFUSED, SpeculationRefused), (ENDED, SpeculationEnded)):
+            if said.startswith(prefix):
+                raise kind(said, result["meta_info"])
+        raise RequestAborted(
+            f"the request was aborted: {said}", result["meta_info"], reason.get("status_code")
+        )
