@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from rag_radix_kernels.grouping import SharedRange
 
 # Below this many keys a further split costs more than the threads it feeds can save.
 MIN_SPLIT_KEYS = 512
@@ -18,7 +20,8 @@ class GatherPlan:
     """The slots that some requests of a batch attend to, padded to one length.
 
     Attributes:
-        rows: Int64 `[requests]`, the requests' places in the batch.
+        rows: Int64 `[n]`, places in the batch. As many of them in turn as `n` is a multiple of
+            `requests` attend to the same keys.
         slots: Int64 `[requests × splits × keys]`; padding repeats the request's first slot, so
             that it always holds finite numbers.
         shape: `(requests, splits, keys)`.
@@ -34,7 +37,7 @@ class GatherPlan:
 def plan_batch(
     req_to_token: torch.Tensor,
     request_rows: torch.Tensor,
-    lengths: Sequence[int],
+    positions: Sequence[range],
     *,
     kv_heads: int,
     threads: int,
@@ -46,10 +49,11 @@ def plan_batch(
     Args:
         req_to_token: `[max_requests, max_context]`, the slot of each token of a request.
         request_rows: `[requests]`, the row of `req_to_token` of each request.
-        lengths: Keys of each request; requests without keys get no plan.
+        positions: The columns that each request attends to; one without keys gets no plan.
         kv_heads: KV heads that attend independently of each other.
         threads: Threads to keep busy.
     """
+    lengths = [len(p) for p in positions]
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     for i in order:
@@ -59,7 +63,7 @@ def plan_batch(
             groups.append([i])
     work = {"kv_heads": kv_heads, "threads": threads}
     return [
-        plan_group(req_to_token, request_rows, sorted(group), lengths, **work) for group in groups
+        plan_group(req_to_token, request_rows, sorted(group), positions, **work) for group in groups
     ]
 
 
@@ -67,7 +71,7 @@ def plan_group(
     req_to_token: torch.Tensor,
     request_rows: torch.Tensor,
     group: Sequence[int],
-    lengths: Sequence[int],
+    positions: Sequence[range],
     *,
     kv_heads: int,
     threads: int,
@@ -76,23 +80,53 @@ def plan_group(
 
     The other arguments are those of `plan_batch`.
     """
-    longest, shortest = (f(lengths[i] for i in group) for f in (max, min))
+    own = [positions[i] for i in group]
+    longest, shortest = (f(map(len, own)) for f in (max, min))
     splits = _splits(longest, shortest, len(group) * kv_heads, threads)
     keys = -(-longest // splits)
     padded = splits * keys
     rows = torch.tensor(list(group))
-    # A request as long as its row of the table has nothing after it to pad with.
-    available = min(padded, req_to_token.shape[1])
-    slots = req_to_token[request_rows[rows].long(), :available].long()
-    if available < padded:
-        slots = torch.cat([slots, slots[:, :1].expand(-1, padded - available)], dim=1)
+    steps = torch.arange(padded)
     mask = None
     if shortest < padded:
-        used = torch.arange(padded) < torch.tensor([lengths[i] for i in group])[:, None]
-        slots = torch.where(used, slots, slots[:, :1])
-        mask = torch.zeros(used.shape).masked_fill_(~used, float("-inf"))
+        unused = steps >= torch.tensor([len(p) for p in own])[:, None]
+        steps = steps.expand(unused.shape).masked_fill(unused, 0)
+        mask = torch.zeros(unused.shape).masked_fill_(unused, float("-inf"))
         mask = mask.view(len(group), splits, keys)
+    columns = torch.tensor([p.start for p in own])[:, None] + steps
+    slots = req_to_token[request_rows[rows].long()[:, None], columns].long()
     return GatherPlan(rows, slots.flatten(), (len(group), splits, keys), mask)
+
+
+def plan_shared(
+    req_to_token: torch.Tensor,
+    request_rows: torch.Tensor,
+    rows: torch.Tensor,
+    shared: SharedRange,
+    *,
+    kv_heads: int,
+    threads: int,
+) -> GatherPlan:
+    """The plan by which all of `rows` attend to what their requests share.
+
+    Args:
+        req_to_token: As in `plan_batch`.
+        request_rows: As in `plan_batch`.
+        rows: Int64, the places of the queries of `shared.requests`.
+        shared: What to read, by any of its requests' rows.
+        kv_heads: As in `plan_batch`.
+        threads: As in `plan_batch`.
+    """
+    reader = shared.requests[0]
+    plan = plan_group(
+        req_to_token,
+        request_rows[reader : reader + 1],
+        [0],
+        [range(shared.start, shared.end)],
+        kv_heads=kv_heads,
+        threads=threads,
+    )
+    return replace(plan, rows=rows)
 
 
 def _splits(longest: int, shortest: int, items: int, threads: int) -> int:

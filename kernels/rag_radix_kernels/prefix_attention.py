@@ -26,7 +26,7 @@ def extend_attention(
     *,
     scale: float,
     prefix: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one request's new tokens.
 
     Args:
@@ -38,11 +38,12 @@ def extend_attention(
             takes them for a single request. None for no such tokens.
 
     Returns:
-        `[new, query_heads, value_dim]` in the query's dtype.
+        Output `[new, query_heads, value_dim]`, float32 if merged and else in the query's dtype,
+        and log-sum-exp `[new, query_heads]`.
     """
     own, own_lse = causal_attention(query, key, value, scale=scale)
     if prefix is None:
-        return own
+        return own, own_lse
     cached, cached_lse = gathered_attention(query[None], *prefix, scale=scale)
     return merge(own, own_lse, cached[0], cached_lse[0])
 
@@ -122,7 +123,7 @@ def gathered_attention(
 
 def merge(
     output_a: torch.Tensor, lse_a: torch.Tensor, output_b: torch.Tensor, lse_b: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint key sets, from the attention over each.
 
     Args:
@@ -132,10 +133,12 @@ def merge(
         lse_b: As `lse_a`, for the second set.
 
     Returns:
-        `[..., value_dim]` in the dtype of `output_a`; the sum is formed in float32.
+        Output `[..., value_dim]` and log-sum-exp `[...]`, both float32, so that further merges
+        round nothing.
     """
     weight_b = torch.sigmoid(lse_b - lse_a).unsqueeze(-1)
-    return torch.lerp(output_a.float(), output_b.float(), weight_b).to(output_a.dtype)
+    output = torch.lerp(output_a.float(), output_b.float(), weight_b)
+    return output, torch.logaddexp(lse_a, lse_b)
 
 
 def _attend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +11,16 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
-from rag_radix_kernels.kv_gather import GatherBuffer, GatherPlan, plan_batch, plan_group
-from rag_radix_kernels.prefix_attention import extend_attention, gathered_attention
+from rag_radix_kernels.grouping import find_shared_ranges
+from rag_radix_kernels.kv_gather import (
+    GatherBuffer,
+    GatherPlan,
+    plan_batch,
+    plan_group,
+    plan_shared,
+)
+from rag_radix_kernels.options import shares_prefixes
+from rag_radix_kernels.prefix_attention import extend_attention, gathered_attention, merge
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -27,9 +36,11 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
         self._is_mla = isinstance(self.token_to_kv_pool, MLATokenToKVPool)
         self._kv_heads = 1 if self._is_mla else config.get_num_kv_heads(get_parallel().attn_tp_size)
         self._key_buffer, self._value_buffer = GatherBuffer(), GatherBuffer()
+        self._shares = shares_prefixes(default=True)
         self._decode_plans: list[GatherPlan] = []
-        # One for each request of an extend; None for a request without a cached prefix.
+        # One for each request of an extend; None for a request without a cached prefix of its own.
         self._prefix_plans: list[GatherPlan | None] = []
+        self._shared_plans: list[GatherPlan] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Look up the slots to read, once per forward pass for all layers."""
@@ -39,13 +50,40 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
         work = {"kv_heads": self._kv_heads, "threads": torch.get_num_threads()}
         if forward_batch.forward_mode.is_decode_or_idle():
             lengths = forward_batch.seq_lens.tolist()
-            self._decode_plans = plan_batch(table, table_rows, lengths, **work)
+            new_lens = [1] * len(lengths)
+            # Whoever decodes reads its newest token by itself, so nobody's own keys are none.
+            own = self._plan_shared(table, table_rows, [n - 1 for n in lengths], new_lens, **work)
+            positions = [range(start, n) for start, n in zip(own, lengths, strict=True)]
+            self._decode_plans = plan_batch(table, table_rows, positions, **work)
         elif forward_batch.forward_mode.is_extend():
             lengths = forward_batch.extend_prefix_lens.tolist()
+            new_lens = forward_batch.extend_seq_lens.tolist()
+            own = self._plan_shared(table, table_rows, lengths, new_lens, **work)
+            positions = [range(start, n) for start, n in zip(own, lengths, strict=True)]
             self._prefix_plans = [
-                plan_group(table, table_rows, [i], lengths, **work) if length else None
-                for i, length in enumerate(lengths)
+                plan_group(table, table_rows, [i], positions, **work) if p else None
+                for i, p in enumerate(positions)
             ]
+
+    def _plan_shared(
+        self,
+        table: torch.Tensor,
+        table_rows: torch.Tensor,
+        lengths: Sequence[int],
+        new_lens: Sequence[int],
+        **work: int,
+    ) -> list[int]:
+        """Plan what is read once for several requests; where each one's own reading begins."""
+        ranges = find_shared_ranges(table, table_rows, lengths) if self._shares else []
+        own = [0] * len(lengths)
+        queries = list(torch.arange(sum(new_lens)).split(list(new_lens))) if ranges else []
+        self._shared_plans = []
+        for shared in ranges:
+            rows = torch.cat([queries[i] for i in shared.requests])
+            self._shared_plans.append(plan_shared(table, table_rows, rows, shared, **work))
+            for i in shared.requests:
+                own[i] = shared.end
+        return own
 
     def forward_extend(
         self,
@@ -73,7 +111,7 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         self._save(k, v, layer, forward_batch, save_kv_cache)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        outputs = []
+        outputs, lses = [], []
         start = 0
         new_lens = forward_batch.extend_seq_lens.tolist()
         for new, plan in zip(new_lens, self._prefix_plans, strict=True):
@@ -87,9 +125,14 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
                 key, value = self._read(layer, forward_batch.out_cache_loc[rows], query.dtype)
                 own = key.clone(), value.clone()
             prefix = None if plan is None else self._gather(plan, layer, query.dtype)
-            outputs.append(extend_attention(query[rows], *own, scale=layer.scaling, prefix=prefix))
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output.flatten(1)
+            output, lse = extend_attention(query[rows], *own, scale=layer.scaling, prefix=prefix)
+            outputs.append(output)
+            lses.append(lse)
+        sums = [output.to(self._sum_dtype(query)) for output in outputs]
+        output = sums[0] if len(sums) == 1 else torch.cat(sums)
+        if self._shared_plans:
+            self._merge_shared(query, output, torch.cat(lses), layer)
+        return output.to(query.dtype).flatten(1)
 
     def forward_decode(
         self,
@@ -105,16 +148,42 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         self._save(k, v, layer, forward_batch, save_kv_cache)
         query = q.reshape(-1, 1, layer.tp_q_head_num, layer.qk_head_dim)
-        if len(self._decode_plans) == 1:
+        if len(self._decode_plans) == 1 and not self._shared_plans:
             gathered = self._gather(self._decode_plans[0], layer, query.dtype)
             return gathered_attention(query, *gathered, scale=layer.scaling)[0].flatten(1)
-        output = query.new_empty((query.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        shape = (query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        output = query.new_empty(shape, dtype=self._sum_dtype(query))
+        lse = query.new_empty(shape[:2], dtype=torch.float32)
         for plan in self._decode_plans:
-            attended, _ = gathered_attention(
+            attended, attended_lse = gathered_attention(
                 query[plan.rows], *self._gather(plan, layer, query.dtype), scale=layer.scaling
             )
-            output[plan.rows] = attended[:, 0]
-        return output.flatten(1)
+            output[plan.rows] = attended[:, 0].to(output.dtype)
+            lse[plan.rows] = attended_lse[:, 0]
+        self._merge_shared(query[:, 0], output, lse, layer)
+        return output.to(query.dtype).flatten(1)
+
+    def _sum_dtype(self, query: torch.Tensor) -> torch.dtype:
+        """Of outputs that are still to be merged with what is shared."""
+        return torch.float32 if self._shared_plans else query.dtype
+
+    def _merge_shared(
+        self, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, layer: RadixAttention
+    ) -> None:
+        """Add to `output` and `lse`, in place, attention to what is read once for several.
+
+        Args:
+            query: `[rows, query_heads, dim]`.
+            output: Float32 `[rows, query_heads, value_dim]`, attention to what each reads alone.
+            lse: `[rows, query_heads]`, log-sum-exp of its scores.
+            layer: As in `forward_extend`.
+        """
+        for plan in self._shared_plans:
+            rows = plan.rows
+            shared, shared_lse = gathered_attention(
+                query[rows][None], *self._gather(plan, layer, query.dtype), scale=layer.scaling
+            )
+            output[rows], lse[rows] = merge(output[rows], lse[rows], shared[0], shared_lse[0])
 
     def _save(
         self,

@@ -11,7 +11,8 @@ def _plans(lengths: list[int], table_width: int = 5000, threads: int = 2) -> lis
     table = torch.arange(len(lengths) * table_width, dtype=torch.int32)
     table = table.view(len(lengths), table_width)
     rows = torch.arange(len(lengths))
-    return plan_batch(table, rows, lengths, kv_heads=3, threads=threads)
+    positions = [range(length) for length in lengths]
+    return plan_batch(table, rows, positions, kv_heads=3, threads=threads)
 
 
 def test_requests_of_similar_length_share_a_plan_without_doubling_the_work() -> None:

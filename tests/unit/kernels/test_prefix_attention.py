@@ -34,6 +34,11 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).abs().max() / expected.abs().max())
 
 
+def _assert_lse_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = MAX_LSE_ERROR[dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=error, atol=error)
+
+
 def _randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape).to(dtype)
 
@@ -77,7 +82,7 @@ def test_extend_matches_the_reference(
     gathered = None
     if prefix:
         plan = plan_group(
-            pool.table, torch.tensor([0]), [0], [prefix], kv_heads=kv_heads, threads=2
+            pool.table, torch.tensor([0]), [0], [range(prefix)], kv_heads=kv_heads, threads=2
         )
         gathered = (
             GatherBuffer().gather(pool.keys, plan.slots).unflatten(0, plan.shape),
@@ -85,11 +90,13 @@ def test_extend_matches_the_reference(
             plan.mask,
         )
 
-    actual = extend_attention(query, key[prefix:], value[prefix:], scale=scale, prefix=gathered)
+    actual, lse = extend_attention(
+        query, key[prefix:], value[prefix:], scale=scale, prefix=gathered
+    )
 
-    expected, _ = reference.attention(query, key, value, scale=scale, causal_from=prefix)
+    expected, expected_lse = reference.attention(query, key, value, scale=scale, causal_from=prefix)
     assert actual.shape == expected.shape
-    assert actual.dtype == dtype
+    _assert_lse_close(lse, expected_lse, dtype)
     assert _relative_error(actual, expected) <= MAX_RELATIVE_ERROR[dtype]
 
 
@@ -105,9 +112,7 @@ def test_causal_attention_and_its_lse_match_the_reference(
     actual, lse = causal_attention(query, key, value, scale=0.2)
     expected, expected_lse = reference.attention(query, key, value, scale=0.2, causal_from=0)
     assert _relative_error(actual, expected) <= MAX_RELATIVE_ERROR[dtype]
-    torch.testing.assert_close(
-        lse.double(), expected_lse, rtol=MAX_LSE_ERROR[dtype], atol=MAX_LSE_ERROR[dtype]
-    )
+    _assert_lse_close(lse, expected_lse, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,7 +141,8 @@ def test_ragged_decode_matches_the_reference(
     rows = torch.arange(len(lengths))
     keys, values = GatherBuffer(), GatherBuffer()
     seen = []
-    for plan in plan_batch(pool.table, rows, lengths, kv_heads=kv_heads, threads=threads):
+    positions = [range(length) for length in lengths]
+    for plan in plan_batch(pool.table, rows, positions, kv_heads=kv_heads, threads=threads):
         actual, lse = gathered_attention(
             query[plan.rows],
             keys.gather(pool.keys, plan.slots).unflatten(0, plan.shape),
@@ -148,12 +154,7 @@ def test_ragged_decode_matches_the_reference(
             seen.append(row)
             expected, expected_lse = reference.attention(query[row], *pool.read(row), scale=0.2)
             assert _relative_error(output, expected) <= MAX_RELATIVE_ERROR[dtype]
-            torch.testing.assert_close(
-                row_lse.double(),
-                expected_lse,
-                rtol=MAX_LSE_ERROR[dtype],
-                atol=MAX_LSE_ERROR[dtype],
-            )
+            _assert_lse_close(row_lse, expected_lse, dtype)
     assert sorted(seen) == rows.tolist()
 
 
@@ -164,7 +165,7 @@ def test_keys_and_values_may_differ_in_width(dim: int, value_dim: int, dtype: to
     key, value = pool.read(0)
     query = _randn(10, 4, dim, dtype=dtype)
     prefix = (key[None, None, :80], value[None, None, :80], None)
-    actual = extend_attention(query, key[80:], value[80:], scale=0.1, prefix=prefix)
+    actual, _ = extend_attention(query, key[80:], value[80:], scale=0.1, prefix=prefix)
     expected, _ = reference.attention(query, key, value, scale=0.1, causal_from=80)
     assert actual.shape == (10, 4, value_dim)
     assert _relative_error(actual, expected) <= MAX_RELATIVE_ERROR[dtype]
@@ -174,8 +175,9 @@ def test_keys_and_values_may_differ_in_width(dim: int, value_dim: int, dtype: to
 def test_merge_matches_the_reference_for_weights_of_any_size(dtype: torch.dtype) -> None:
     a, b = (_randn(200, 3, 32, dtype=dtype) for _ in range(2))
     lse_a, lse_b = (60 * torch.randn(200, 3) for _ in range(2))
-    expected = reference.merge(a, lse_a, b, lse_b)
-    assert _relative_error(merge(a, lse_a, b, lse_b), expected) <= MAX_RELATIVE_ERROR[dtype]
+    merged, lse = merge(a, lse_a, b, lse_b)
+    assert _relative_error(merged, reference.merge(a, lse_a, b, lse_b)) <= MAX_RELATIVE_ERROR[dtype]
+    _assert_lse_close(lse, torch.logaddexp(lse_a.double(), lse_b.double()), dtype)
 
 
 def test_merged_parts_equal_attention_over_the_whole_in_the_reference() -> None:
@@ -190,8 +192,8 @@ def test_merged_parts_equal_attention_over_the_whole_in_the_reference() -> None:
 def test_what_was_cached_changes_a_row_by_rounding_only(cached: int) -> None:
     key, value = (torch.randn(300, 3, 64) for _ in range(2))
     query = torch.randn(300, 9, 64)
-    whole = extend_attention(query, key, value, scale=0.125)
-    part = extend_attention(
+    whole, _ = extend_attention(query, key, value, scale=0.125)
+    part, _ = extend_attention(
         query[cached:],
         key[cached:],
         value[cached:],
