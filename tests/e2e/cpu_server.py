@@ -80,7 +80,10 @@ class Server:
 
 @contextmanager
 def running_server(
-    model: str | Path, *flags: str, env: Mapping[str, str] | None = None
+    model: str | Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    program: str = "sglang",
 ) -> Iterator[Server]:
     """Serve `model` with `sglang serve` until the block ends.
 
@@ -92,12 +95,13 @@ def running_server(
         model: Model directory.
         flags: More flags for `sglang serve`.
         env: Environment variables to set besides the present ones.
+        program: "rag-radix" serves with `rag-radix serve`.
 
     Raises:
         ServerError: The server ended or wasn't healthy in time.
     """
     port = _free_port()
-    executable = Path(sys.executable).with_name("sglang")
+    executable = Path(sys.executable).with_name(program)
     command = [str(executable), "serve", "--model-path", str(Path(model).resolve())]
     command += ["--host", "127.0.0.1", "--port", str(port), *flags]
     with tempfile.TemporaryDirectory(prefix="sglang-server-") as folder:
