@@ -2,7 +2,8 @@
 
 All hooks go through SGLang's `HookRegistry`. Two small ones are registered in each process that
 can own a tokenizer; they see which radix cache was selected, and only when it is the knowledge
-tree are the others added. Requests without an annotation pass untouched.
+tree are the others added. Requests without an annotation pass untouched, if their `input_ids` are
+tokens that the model has.
 
 Ways in, and where each is checked before anything runs:
 
@@ -31,9 +32,15 @@ from rag_radix import wire
 from rag_radix.admission import admit, counters
 from rag_radix.chat import ChatPlacement, current
 from rag_radix.control import warming
-from rag_radix.errors import AnnotationError, IncompatibleSGLangError, UnsupportedError
+from rag_radix.errors import (
+    AnnotationError,
+    IncompatibleSGLangError,
+    PromptError,
+    UnsupportedError,
+)
 from rag_radix.http_routes import Call, add_routes
 from rag_radix.names import BACKEND
+from rag_radix.vocabulary import check_token_ids
 
 __all__ = ["TARGETS", "check_front_end", "counters", "install", "is_applied", "selected", "verify"]
 
@@ -176,6 +183,7 @@ def _before_generate(manager: Any, request: Any, *_args: Any, **_kwargs: Any) ->
 
     if not selected(manager.server_args) or not isinstance(request, GenerateReqInput):
         return
+    check_token_ids(request.input_ids, manager.model_config.vocab_size)
     if _counting_refusals(admit, request, manager):
         counters.add(annotated_requests=1)
 
@@ -184,8 +192,9 @@ async def _around_native_http(original: Callable[..., Any], obj: Any, request: A
     manager = _http_manager()
     if selected(manager.server_args):
         try:
+            check_token_ids(obj.input_ids, manager.model_config.vocab_size)
             _counting_refusals(admit, obj, manager)
-        except AnnotationError as error:
+        except (AnnotationError, PromptError) as error:
             from fastapi.responses import JSONResponse
 
             return JSONResponse({"error": {"message": str(error)}}, status_code=400)

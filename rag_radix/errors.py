@@ -21,8 +21,16 @@ class AnnotationError(RagRadixError, ValueError):
         self.field = field
 
 
+class PromptError(RagRadixError, ValueError):
+    """A request's `input_ids` aren't a prompt of the model's; the message names what."""
+
+
 class ControlError(RagRadixError, ValueError):
     """An operator's call can't be done; the message says why."""
+
+
+class TooLargeError(ControlError):
+    """The body of a call is longer than such calls may be."""
 
 
 class UnknownDocumentError(ControlError):

@@ -1,8 +1,8 @@
 """The routes under `/rag` that SGLang's HTTP server gets.
 
 All of them need the same key as SGLang's `/server_info` (`--api-key`, when set). An error is
-answered with ``{"error": {"message": ...}}``: 400 when the request is malformed, 500 when a
-scheduler failed.
+answered with ``{"error": {"message": ...}}``: 400 when the request is malformed, 413 when it is too
+large, 500 when a scheduler failed.
 
 - `GET /rag/stats`: the knowledge tree's statistics.
 - `POST /rag/promote` ``{"rids": [...]}``: these speculations were right. Answers
@@ -34,7 +34,8 @@ from rag_radix import document_order
 from rag_radix.admission import counters
 from rag_radix.control import warming
 from rag_radix.control.routes import add_control_routes
-from rag_radix.errors import RpcError
+from rag_radix.errors import RpcError, TooLargeError
+from rag_radix.http_body import read_body
 from rag_radix.names import ORDER_ACTION, POOL_ACTION, PROMOTE_ACTION, STATE_KEY
 
 STATS_PATH = "/rag/stats"
@@ -43,6 +44,9 @@ POOL_PATH = "/rag/pool"
 ORDER_PATH = "/rag/order"
 
 MAX_RIDS = 1024
+MAX_RID_CHARS = 512
+MAX_PROMOTE_BYTES = 1 << 20
+MAX_ORDER_BYTES = 16 << 20
 
 Call = Callable[[str, Any], Awaitable[list[Any]]]
 
@@ -63,9 +67,9 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any], call: Call) -
 
     async def rag_promote(request: Request) -> Response:
         try:
-            rids = parse_rids(await request.body())
+            rids = parse_rids(await read_body(request, MAX_PROMOTE_BYTES))
         except ValueError as error:
-            return _error(400, error)
+            return _refusal(error)
         await _are_dispatched(tokenizer_manager(), rids)
         try:
             ranks = await call(PROMOTE_ACTION, rids)
@@ -83,11 +87,10 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any], call: Call) -
     async def rag_order(request: Request) -> Response:
         manager = tokenizer_manager()
         try:
-            question = document_order.parse(
-                await request.body(), manager.tokenizer, manager.context_len
-            )
+            body = await read_body(request, MAX_ORDER_BYTES)
+            question = document_order.parse(body, manager.tokenizer, manager.context_len)
         except ValueError as error:
-            return _error(400, error)
+            return _refusal(error)
         try:
             ranks = await call(ORDER_ACTION, question)
         except RpcError as error:
@@ -118,6 +121,10 @@ def parse_rids(body: bytes) -> list[str]:
         raise ValueError("rids must be an array of strings, none of them empty")
     if len(rids) > MAX_RIDS:
         raise ValueError(f"rids has {len(rids)} entries, at most {MAX_RIDS} are allowed")
+    if (longest := max(map(len, rids), default=0)) > MAX_RID_CHARS:
+        raise ValueError(
+            f"an id of rids has {longest} characters, at most {MAX_RID_CHARS} are allowed"
+        )
     return rids
 
 
@@ -157,6 +164,10 @@ def _known(rid: str, ranks: list[dict[str, str]]) -> str:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _refusal(error: ValueError) -> Response:
+    return _error(413 if isinstance(error, TooLargeError) else 400, error)
 
 
 def _error(status: int, error: Exception) -> Response:

@@ -3,7 +3,7 @@
 They obey SGLang's rules for administration: the admin key where `--admin-api-key` is set, else the
 API key where that is set. With several data-parallel ranks the answers of all stand under
 ``ranks``. A malformed call gets a 400 that says what is wrong with it, as ``{"error": {"message":
-...}}``; nothing has happened then.
+...}}``, one that is too large a 413; nothing has happened then.
 
 Where only one tenant's documents are meant, a body says so by ``cache_salt`` and ``extra_key``, as
 that tenant's requests have them, or by ``namespace``, the name that the listings give to both. A
@@ -53,12 +53,24 @@ from rag_radix.control.actions import (
 )
 from rag_radix.control.documents import parse_page
 from rag_radix.control.pins import parse_tier, parse_ttl
-from rag_radix.control.selector import NAMESPACE_FIELDS, parse_object, parse_selector
+from rag_radix.control.selector import (
+    MAX_BODY_BYTES,
+    NAMESPACE_FIELDS,
+    parse_object,
+    parse_selector,
+)
 from rag_radix.control.tree_view import parse_view
 from rag_radix.control.warming import FIELDS as WARM_FIELDS
 from rag_radix.control.warming import MAX_BODY_BYTES as MAX_WARM_BYTES
 from rag_radix.control.warming import Generate, Warming, parse_order
-from rag_radix.errors import ControlError, RefusedError, RpcError, UnknownDocumentError
+from rag_radix.errors import (
+    ControlError,
+    RefusedError,
+    RpcError,
+    TooLargeError,
+    UnknownDocumentError,
+)
+from rag_radix.http_body import read_body
 from rag_radix.names import POOL_ACTION
 
 logger = logging.getLogger(__name__)
@@ -94,7 +106,8 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
 
     async def invalidate(request: Request) -> Any:
         body = parse_object(
-            await request.body(), ("id", "version", "prefix", "all", *NAMESPACE_FIELDS)
+            await read_body(request, MAX_BODY_BYTES),
+            ("id", "version", "prefix", "all", *NAMESPACE_FIELDS),
         )
         selector = parse_selector(body)
         ranks = await call(INVALIDATE_ACTION, selector.as_json())
@@ -105,7 +118,8 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
 
     async def pin(request: Request) -> Any:
         body = parse_object(
-            await request.body(), ("id", "version", "tier", "ttl_s", *NAMESPACE_FIELDS)
+            await read_body(request, MAX_BODY_BYTES),
+            ("id", "version", "tier", "ttl_s", *NAMESPACE_FIELDS),
         )
         selector, tier, ttl_s = parse_selector(body), parse_tier(body), parse_ttl(body)
         expires_s = None if ttl_s is None else time.monotonic() + ttl_s
@@ -125,7 +139,9 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
 
     async def unpin(request: Request) -> Any:
         selector = parse_selector(
-            parse_object(await request.body(), ("id", "version", *NAMESPACE_FIELDS))
+            parse_object(
+                await read_body(request, MAX_BODY_BYTES), ("id", "version", *NAMESPACE_FIELDS)
+            )
         )
         ranks = await call(UNPIN_ACTION, selector.as_json())
         if not any(ranks):
@@ -142,7 +158,7 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
         return merged(ranks)
 
     async def warm(request: Request) -> Any:
-        body = parse_object(await request.body(), WARM_FIELDS, MAX_WARM_BYTES)
+        body = parse_object(await read_body(request, MAX_WARM_BYTES), WARM_FIELDS)
         order = parse_order(body)
         if not any(pool["max_prefill_bs"] for pool in await call(POOL_ACTION, None)):
             raise RefusedError(
@@ -208,6 +224,8 @@ def _answering(handler: _Handler) -> Callable[..., Awaitable[Response]]:
             return _json({"error": {"message": str(error)}}, 404)
         except RefusedError as error:
             return _json({"error": {"message": str(error)}}, 409)
+        except TooLargeError as error:
+            return _json({"error": {"message": str(error)}}, 413)
         except ControlError as error:
             return _json({"error": {"message": str(error)}}, 400)
         except RpcError as error:

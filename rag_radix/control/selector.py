@@ -106,16 +106,12 @@ def parse_namespace(body: Mapping[str, Any]) -> str | None:
     return namespace_name(key, salt)
 
 
-def parse_object(
-    body: bytes, known: tuple[str, ...], most_bytes: int = MAX_BODY_BYTES
-) -> dict[str, Any]:
+def parse_object(body: bytes, known: tuple[str, ...]) -> dict[str, Any]:
     """The JSON object in the body of a call, with none but `known` names.
 
     Raises:
         ControlError: It is something else.
     """
-    if len(body) > most_bytes:
-        raise ControlError(f"the body has {len(body)} bytes, at most {most_bytes} are allowed")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -251,7 +251,7 @@ def at_start(server_args: Any) -> None:
         body = Path(path).read_bytes()
     except OSError as error:
         raise ControlError(f"warm={path!r}: {error}") from None
-    value = parse_object(body, FIELDS, MAX_BODY_BYTES)
+    value = parse_object(body, FIELDS)
     parse_order(value)
     client = Client(server_args.url(), server_args.admin_api_key or server_args.api_key)
     threading.Thread(target=_send, args=(client, value), daemon=True).start()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
+from sglang.srt.utils.auth import add_api_key_middleware
 
 from rag_radix.errors import RpcError
-from rag_radix.http_routes import add_routes, assemble, parse_rids
+from rag_radix.http_routes import MAX_ORDER_BYTES, add_routes, assemble, parse_rids
 
 
 def client(*ranks: Any, states: dict[str, Any] | None = None) -> TestClient:
@@ -54,6 +55,31 @@ def test_of_several_ranks_the_one_with_the_shortest_queue_says_whether_there_is_
     full = {"waiting": 9, "max_prefill_bs": 4, "accepts": False}
     free = {"waiting": 1, "max_prefill_bs": 4, "accepts": True}
     assert client(full, free).get("/rag/pool").json() == free
+
+
+@pytest.mark.filterwarnings("ignore:ORJSONResponse")
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/rag/stats"), ("POST", "/rag/promote"), ("GET", "/rag/pool"), ("POST", "/rag/order")],
+)
+def test_what_programs_ask_needs_the_ordinary_key(method: str, path: str) -> None:
+    app = client(RpcError("asked")).app
+    add_api_key_middleware(app, api_key="user", admin_api_key="admin")
+    server = TestClient(app, raise_server_exceptions=False)
+
+    def admits(key: str | None) -> bool:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        reply = server.request(method, path, headers=headers, content=b"")
+        return reply.status_code != 401
+
+    assert [admits(key) for key in (None, "admin", "user")] == [False, False, True]
+
+
+@pytest.mark.parametrize("path", ["/rag/promote", "/rag/order"])
+def test_a_body_that_is_too_large_is_refused(path: str) -> None:
+    reply = client().post(path, content=b"[" * (MAX_ORDER_BYTES + 1))
+    assert reply.status_code == 413
+    assert "bytes, the most allowed" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("method", "path"), [("post", "/rag/promote"), ("get", "/rag/pool")])
@@ -104,6 +130,7 @@ def test_a_promotion_does_not_wait_for_a_request_that_could_not_be_tokenized() -
         (b'{"rids": [1]}', "array of strings"),
         (b'{"rids": [""]}', "array of strings"),
         (b'{"rids": [' + b'"x",' * 1024 + b'"x"]}', "at most 1024"),
+        (b'{"rids": ["' + b"x" * 513 + b'"]}', "has 513 characters, at most 512"),
     ],
 )
 def test_malformed_promotions_are_named(body: bytes, named: str) -> None:
