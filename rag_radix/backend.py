@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 from rag_radix import door, scheduler_hooks
@@ -23,7 +24,9 @@ from rag_radix.sglang_compat import (
     device_bytes_per_token,
     register_tree_core_backend,
     registered_tree_core_backends,
+    use_verified_files,
 )
+from rag_radix.storage.identity import weights_digest
 from rag_radix.tree_core import KnowledgeTreeCore
 
 logger = logging.getLogger(__name__)
@@ -79,11 +82,18 @@ def build_tree(ctx: Any, policy: str, config: Mapping[str, Any] | None) -> Knowl
     params.component_registry_override = {ComponentType.FULL: KnowledgeComponent}
     # The base class looks the policy up in a closed table; ours never reaches it.
     params.eviction_policy, params.eviction_policy_config = "lru", None
+    use_verified_files()
     # One rank is enough: all see the same requests.
     trace = settings.trace if ctx.tp_rank == 0 else None
     recorder = None if trace is None else TraceRecorder(trace)
     tree: KnowledgeTree = create_unified_radix_cache(
-        ctx, cache_class=partial(KnowledgeTree, settings=settings, recorder=recorder)
+        ctx,
+        cache_class=partial(
+            KnowledgeTree,
+            settings=settings,
+            recorder=recorder,
+            weights=partial(_weights, ctx),
+        ),
     )
     _verify_in_use(tree)
     return tree
@@ -109,12 +119,28 @@ def _refuse_unsupported(ctx: Any) -> None:
             raise UnsupportedError(
                 f"--radix-cache-backend knowledge-tree doesn't support {name}: drop one of the two"
             )
+    if args.hicache_storage_backend is not None and args.enable_lora:
+        # Its name doesn't say which weights an adapter had when its KV was written.
+        raise UnsupportedError(
+            "--radix-cache-backend knowledge-tree doesn't support --hicache-storage-backend with "
+            "LoRA adapters: drop one of the two"
+        )
     host_size = args.hicache_ratio is not None or args.hicache_size > 0
     if host_size and not ctx.enable_hierarchical_cache:
         raise UnsupportedError(
             "--hicache-ratio or --hicache-size asks for a host tier, but it is off: "
             "add --enable-hierarchical-cache"
         )
+
+
+def _weights(ctx: Any) -> int:
+    """Number for what the model computes: its weights in memory and its configuration."""
+    config = dict(ctx.model_config.hf_config.to_dict())
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    text = repr(sorted(config.items(), key=lambda item: item[0])).encode()
+    digest = int.from_bytes(sha256(text).digest()[:8], "little") >> 2
+    return digest ^ weights_digest(ctx.tp_worker.model_runner.model)
 
 
 def _default_cost(model: Any) -> PrefillCostTable:

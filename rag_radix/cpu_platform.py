@@ -80,7 +80,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         Raises:
             ConfigError: The host tier is asked for with a transfer that needs a GPU.
-            UnsupportedError: A storage backend is asked for behind the host tier.
+            UnsupportedError: A storage backend other than `file` is asked for.
         """
         from sglang.srt.utils.common import get_free_cpu_memory
 
@@ -99,10 +99,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _apply_host_tier_defaults(server_args: Any) -> None:
-    if server_args.hicache_storage_backend is not None:
+    if server_args.hicache_storage_backend not in (None, "file"):
         raise UnsupportedError(
             f"--hicache-storage-backend {server_args.hicache_storage_backend} needs transfers "
-            "that exist on a GPU only; leave it out on this machine"
+            "that exist on a GPU only; use 'file' on this machine"
         )
     for field, sglang_default, working in (
         ("hicache_io_backend", "kernel", "direct"),
@@ -132,16 +132,17 @@ def _kv_bytes_per_token(server_args: Any) -> int:
 def install_host_tier_shims() -> None:
     """Let SGLang's host pools work where the "device" is the CPU; safe to call again.
 
-    Two things in them exist for a GPU only, and both are replaced by plain torch:
+    Three things in them exist for a GPU only; two are replaced by plain torch, one is left out:
 
     - the host allocation, which registers the memory with CUDA;
+    - pinned pages, in which a storage backend hands over what it has read;
     - `transfer_kv_direct` of the MHA and MLA pools, a compiled kernel that isn't imported on a
       CPU.
 
     Raises:
-        IncompatibleSGLangError: SGLang's host pools don't have these two places any more.
+        IncompatibleSGLangError: SGLang's host pools don't have these places any more.
     """
-    from sglang.srt.mem_cache.pool_host import common, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
     if "cpu" not in common.ALLOC_MEMORY_FUNCS and "npu" not in common.ALLOC_MEMORY_FUNCS:
         raise IncompatibleSGLangError(
@@ -158,6 +159,8 @@ def install_host_tier_shims() -> None:
                 )
         module.transfer_kv_direct = _copy_rows
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    # Without this setter, which SGLang's constructors call, it is an ordinary attribute.
+    base.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, value: None)
 
 
 def _allocate(

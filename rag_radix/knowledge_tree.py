@@ -34,6 +34,7 @@ from rag_radix.sglang_compat import (
 )
 from rag_radix.speculation import Speculations
 from rag_radix.statistics import DocumentFrequencies
+from rag_radix.storage.storing import Storing
 from rag_radix.swap_out import SwapOut
 from rag_radix.tree_core import KnowledgeTreeCore
 
@@ -63,13 +64,18 @@ class KnowledgeTree(UnifiedRadixCache):
         recorder: Writes the trace, if one is recorded.
         speculations: Guesses in flight, and those that have ended.
         control: What operators do to it.
+        storing: What of it is in a storage backend.
         waiting: The requests that wait to be served, next ones first.
     """
 
     tree_core: KnowledgeTreeCore
 
     def __init__(
-        self, params: Any, settings: TreeSettings, recorder: TraceRecorder | None = None
+        self,
+        params: Any,
+        settings: TreeSettings,
+        recorder: TraceRecorder | None = None,
+        weights: Callable[[], int] = int,
     ) -> None:
         self.settings = settings
         self.recorder = recorder
@@ -80,6 +86,7 @@ class KnowledgeTree(UnifiedRadixCache):
         self._counting = Counting(self)
         self.speculations = Speculations(self)
         self.control = Control(self)
+        self.storing = Storing(self, weights)
         self.waiting: Callable[[], Iterable[Any]] = tuple
         self._is_alone = False  # among ranks; where there is a host tier
         super().__init__(params)
@@ -96,10 +103,13 @@ class KnowledgeTree(UnifiedRadixCache):
         self._is_alone = self.tp_world_size == self.pp_size == params.attn_cp_size == 1
         self.cache_controller.write_policy = "write_back"
         self.is_write_back = True
+        if self.enable_storage:
+            self.storing.attached()
 
     def _reset_full(self) -> None:
         super()._reset_full()
         self.swap_out.host_slots.reset()
+        self.storing.reset()
         self.control.reset()
         self.document_frequencies.clear()
         self.histories.clear()
@@ -157,6 +167,8 @@ class KnowledgeTree(UnifiedRadixCache):
         self._rank_uncounted(path)
         if self.is_write_back and self.settings.swap_out == "eager":
             self.swap_out.copy_ahead([node for node, _ in path])
+        elif self.enable_storage:
+            self.swap_out.copy_ahead(self.storing.hot([node for node, _ in path]))
 
     def _publish(self, req: Any, up_to: int, retrieval: Retrieval) -> list[DocumentNode]:
         """SGLang's checkpoint, for what the request has locked already: its path goes on below
@@ -209,6 +221,8 @@ class KnowledgeTree(UnifiedRadixCache):
         # Ranks agree there on what is done; one alone need not ask while there is nothing.
         if not (self._is_alone and self._rests()):
             super().check_hicache_events()
+            if self.enable_storage:
+                self.storing.save_if_due()
         self.control.unlocked()
 
     def _rests(self) -> bool:
@@ -366,3 +380,47 @@ class KnowledgeTree(UnifiedRadixCache):
     def wait_for_copies(self) -> None:
         """Submit the copies to host that were begun and wait until all in flight are done."""
         super().writing_check(write_back=True)
+
+    # Storage
+
+    def attach_storage_backend(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        """SGLang's; copies are made at eviction with it, too."""
+        kwargs["hicache_write_policy"] = None
+        was_enabled = self.enable_storage
+        done: tuple[bool, str] = super().attach_storage_backend(*args, **kwargs)
+        if self.enable_storage and not was_enabled:
+            self.storing.attached()
+        return done
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        if self.enable_storage:
+            self.storing.finish()
+        done: tuple[bool, str] = super().detach_storage_backend()
+        if not self.enable_storage:
+            self.storing.detached()
+        return done
+
+    def release_host_resources(self) -> None:
+        """SGLang's, which gives the host tier back while it may still be written from."""
+        if self.enable_storage:
+            self.detach_storage_backend()
+        super().release_host_resources()
+
+    def is_backuped(self, node_id: int) -> bool:
+        """Whether what follows on a node may come from storage: below any node that is there."""
+        there: bool = super().is_backuped(node_id)
+        return there or self.enable_storage
+
+    def write_backup_storage(self, node_id: int) -> None:
+        """SGLang's, for nodes whose parents are stored; others wait for these."""
+        if self.enable_storage:
+            for node in self.storing.due(self.tree_core.node_by_id(node_id)):
+                super().write_backup_storage(node.id)
+
+    def _handle_prefetch_result(self, operation: Any) -> None:
+        super()._handle_prefetch_result(operation)
+        arrivals, self.tree_core.arrivals = self.tree_core.arrivals, []
+        rid = operation.handle.rid
+        for node in arrivals:
+            req = next((req for req in self.waiting() if req.rid == rid), None)
+            self.storing.restored(node, req)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rag_radix.policies.base import Rank, TierName
 from rag_radix.sglang_compat import (
@@ -12,6 +12,9 @@ from rag_radix.sglang_compat import (
     time_counter,
 )
 from rag_radix.statistics import DocumentKey, NodeStatistics
+
+if TYPE_CHECKING:
+    from rag_radix.storage.marks import Mark
 
 UNRANKED = Rank(0.0, 0.0)
 # All nodes have the same of both: only SGLang's other kinds of cache use them.
@@ -49,6 +52,7 @@ class DocumentNode(UnifiedTreeNode):
         names_forgotten: Whether more documents end here than `occurrences` keeps.
         on_device: Whether it counts among its parent's `device_children`.
         device_children: Children whose KV is on the device.
+        mark: What a storage backend has of it, once it is stored.
     """
 
     def __init__(self, tree_components: Any, priority: int = 0) -> None:
@@ -61,7 +65,7 @@ class DocumentNode(UnifiedTreeNode):
         self.component_data = list(_OTHER_STATE)
         self.component_data[ComponentType.FULL] = ComponentData()
         self.last_access_time = self.creation_time = time_counter()
-        self.hash_value = None
+        self.hash_value: Any = None
         self.event_hash_value = None
         self.hit_count = 0
         self._tlru_cached_prefix_len = 0
@@ -87,3 +91,4 @@ class DocumentNode(UnifiedTreeNode):
         self.names_forgotten = False
         self.on_device = False
         self.device_children = 0
+        self.mark: Mark | None = None

@@ -71,6 +71,7 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "max_prefill_bs": tree.settings.max_prefill_bs,
         },
         "control": tree.control.report(),
+        "storage": tree.storing.report(),
         "splits": core.splits,
     }
     if host is not None:

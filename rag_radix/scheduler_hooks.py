@@ -116,6 +116,7 @@ def _after_new_weights(_result: Any, updater: Any, *_args: Any, **_kwargs: Any) 
     # SGLang flushes its cache unless told not to, or while requests run.
     if has_tree(updater.scheduler):
         updater.scheduler.tree_cache.control.invalidate(Selector(prefix=""))
+        updater.scheduler.tree_cache.storing.weights_changed()
 
 
 def _promote(scheduler: Any, rids: list[str]) -> dict[str, str]:

@@ -21,6 +21,8 @@ DEFAULT_PIN_DEVICE_SHARE = 0.25
 DEFAULT_PIN_HOST_SHARE = 0.5
 MAX_PIN_SHARE = 0.9
 
+DEFAULT_STORE_AFTER = 2
+
 
 @dataclass(frozen=True)
 class TreeSettings:
@@ -41,6 +43,9 @@ class TreeSettings:
             older ones be found no more.
         pin_device_share, pin_host_share: How much of each tier pinned documents may take.
         warm: File with the body of `POST /rag/warm`, carried out once the server is up.
+        store_after: With a storage backend, retrievals of a node from which on it is copied to
+            host and written ahead of its eviction.
+        storage_gib: What the files of storage may take, all ranks together; None for no limit.
     """
 
     policy: ReplacementPolicy
@@ -55,6 +60,8 @@ class TreeSettings:
     pin_device_share: float = DEFAULT_PIN_DEVICE_SHARE
     pin_host_share: float = DEFAULT_PIN_HOST_SHARE
     warm: str | None = None
+    store_after: int = DEFAULT_STORE_AFTER
+    storage_gib: float | None = None
 
 
 def parse_settings(
@@ -66,8 +73,8 @@ def parse_settings(
 
     `cost_table` of the config names a file for `PrefillCostTable.load`; without it the table
     is `default_cost()`. `swap_out`, `max_depth`, `trace`, `reorder_window`, `max_prefill_bs`,
-    `retire_older_versions`, `warm` and the `pin_` shares are those of `TreeSettings`. The other
-    keys belong to the policy.
+    `retire_older_versions`, `warm`, `store_after`, `storage_gib` and the `pin_` shares are those
+    of `TreeSettings`. The other keys belong to the policy.
 
     Raises:
         ConfigError: Unknown policy or key, a wrong value, or an unusable cost table.
@@ -103,6 +110,12 @@ def parse_settings(
     for key, count in counts.items():
         if type(count) is not int or count < 0:
             raise _wrong(key, count, "give a number of requests, 0 for none")
+    store_after = config.pop("store_after", DEFAULT_STORE_AFTER)
+    if type(store_after) is not int or store_after < 1:
+        raise _wrong("store_after", store_after, "give a number of retrievals of at least 1")
+    storage_gib = config.pop("storage_gib", None)
+    if storage_gib is not None and not (type(storage_gib) in (int, float) and storage_gib > 0):
+        raise _wrong("storage_gib", storage_gib, "give a positive number of GiB, or null")
     return TreeSettings(
         policy=make_policy(policy_name, config),
         prefill_cost=default_cost() if path is None else PrefillCostTable.load(path),
@@ -113,6 +126,8 @@ def parse_settings(
         retire_older_versions=retire_older,
         **shares,
         warm=warm,
+        store_after=store_after,
+        storage_gib=storage_gib,
         **counts,
     )
 

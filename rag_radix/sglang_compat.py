@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
     TreeLock,
 )
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend
@@ -61,6 +62,7 @@ __all__ = [
     "FreeComponentDeviceSlot",
     "FreeDeviceKV",
     "FullComponent",
+    "HiCacheStorage",
     "HostKVCache",
     "IncLockRefResult",
     "MatchResult",
@@ -80,8 +82,10 @@ __all__ = [
     "register_radix_cache_backend",
     "register_tree_core_backend",
     "registered_tree_core_backends",
+    "storage_directory",
     "surface_problems",
     "time_counter",
+    "use_verified_files",
 ]
 
 SGLANG_VERSION = "0.5.23"
@@ -118,6 +122,21 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             ),
             "_execute_and_commit_kv_backup": ("self", "action", "write_back"),
             "writing_check": ("self", "write_back", "finish_count"),
+            "attach_storage_backend": (
+                "self",
+                "storage_backend",
+                "storage_backend_extra_config_json",
+                "served_model_name",
+                "hicache_storage_prefetch_policy",
+                "hicache_write_policy",
+            ),
+            "detach_storage_backend": ("self",),
+            "release_host_resources": ("self",),
+            "is_backuped": ("self", "node_id"),
+            "write_backup_storage": ("self", "node_id"),
+            "_handle_prefetch_result": ("self", "operation"),
+            "release_aborted_request": ("self", "request"),
+            "_all_reduce_attn_groups": ("self", "tensor", "op"),
         }.items()
     },
     "sglang.srt.mem_cache.events:KVCacheEventRecorder.record_remove": ("self", "node", "medium"),
@@ -247,3 +266,23 @@ def device_bytes_per_token(tree: UnifiedRadixCache) -> int:
     pool = tree.token_to_kv_pool_allocator
     # The pool has one page more, which padded tokens write to.
     return int(total // (pool.size + pool.page_size))
+
+
+def storage_directory(config: Any) -> str:
+    """Where SGLang's storage backend `file` keeps its files."""
+    from sglang.srt.environ import envs
+
+    return str(
+        envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
+        or (config.extra_config or {}).get("file_storage_path")
+        or "/tmp/hicache"
+    )
+
+
+def use_verified_files() -> None:
+    """In this process, let `--hicache-storage-backend file` be ours."""
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    # A name that is there already would be warned of.
+    StorageBackendFactory._registry.pop("file", None)
+    StorageBackendFactory.register_backend("file", "rag_radix.storage.backend", "VerifiedFiles")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple
@@ -92,6 +93,7 @@ class DocumentFrequencies:
         self._capacity = capacity
         self._counts: OrderedDict[DocumentKey, int] = OrderedDict()
         self._hits: dict[DocumentKey, tuple[int, int]] = {}
+        self._restored: dict[tuple[str, str, str], int] = {}
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -99,6 +101,9 @@ class DocumentFrequencies:
     def record(self, document: DocumentKey) -> int:
         """Count one retrieval of `document` and return its count."""
         count = self._counts.pop(document, 0) + 1
+        if count == 1 and self._restored:
+            name = (document.id, document.version, document.namespace)
+            count += self._restored.pop(name, 0)
         self._counts[document] = count
         if len(self._counts) > self._capacity:
             forgotten, _ = self._counts.popitem(last=False)
@@ -114,6 +119,22 @@ class DocumentFrequencies:
         """Retrievals of `document` that found it on the device, on host, and all of them."""
         return (*self._hits.get(document, (0, 0)), self._counts.get(document, 0))
 
+    def restore(self, counts: dict[tuple[str, str, str], int]) -> None:
+        """Go on from `counts` of an earlier server, by id, version and name of the namespace."""
+        self._restored = counts
+
+    def counts(self) -> Callable[[], Iterator[tuple[tuple[str, str, str], int]]]:
+        """What `restore` takes, in a form that another thread can finish."""
+        counts, restored = list(self._counts.items()), list(self._restored.items())
+
+        def collect() -> Iterator[tuple[tuple[str, str, str], int]]:
+            yield from restored[-max(self._capacity - len(counts), 0) :]
+            for key, count in counts:
+                yield (key.id, key.version, key.namespace), count
+
+        return collect
+
     def clear(self) -> None:
         self._counts.clear()
         self._hits.clear()
+        self._restored.clear()

@@ -108,8 +108,8 @@ class SwapOut:
         return tokens
 
     def copy_ahead(self, path: list[DocumentNode]) -> None:
-        """Begin to copy the documents of `path` that have no host copy, parents first, and of
-        the tails those that were used again."""
+        """Begin to copy the documents of `path`, upper nodes first, that have no host copy, and
+        of the tails those that were used again."""
         limit = _AHEAD_SHARE * self._tree.token_to_kv_pool_allocator.size
         try:
             for node in path:

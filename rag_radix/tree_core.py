@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,9 @@ from rag_radix.namespaces import run_at
 from rag_radix.node import DocumentNode
 from rag_radix.sglang_compat import ComponentType, MatchResult, RadixKey, compute_node_hash_values
 from rag_radix.tier_moves import TierMoves
+
+if TYPE_CHECKING:
+    from rag_radix.storage.marks import Marks
 
 _FULL = ComponentType.FULL
 
@@ -35,6 +38,8 @@ class KnowledgeTreeCore(TierMoves):
     Attributes:
         access_time: Logical time: retrievals served so far.
         splits: Nodes cut in two.
+        marks: Of the nodes that a storage backend has, where there is one.
+        arrivals: What has come from it and wasn't taken notice of.
     """
 
     run_at = staticmethod(run_at)
@@ -42,6 +47,8 @@ class KnowledgeTreeCore(TierMoves):
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         self.access_time = 0
         self.splits = 0
+        self.marks: Marks | None = None
+        self.arrivals: list[DocumentNode] = []
         super().__init__(params, components)
 
     def reset(self) -> None:
@@ -55,6 +62,12 @@ class KnowledgeTreeCore(TierMoves):
         for tier in self._component.tiers:
             tier.clock.now = self.access_time
         return self.access_time
+
+    def continue_from(self, access_time: int) -> None:
+        """Logical time goes on where that of an earlier server has ended."""
+        self.access_time = max(self.access_time, access_time)
+        for tier in self._component.tiers:
+            tier.clock.now = self.access_time
 
     def has_node(self, node_id: int) -> bool:
         """Whether a node with this id is still part of the tree; ids are never used again."""
@@ -214,6 +227,7 @@ class KnowledgeTreeCore(TierMoves):
                 self.observer.node_added(node.parent, node.key.child_key(self.page_size))
                 node.statistics.tokens = len(node.key)
                 self.rank(node)
+                self.arrivals.append(node)
         return result
 
     # Splitting
@@ -235,6 +249,8 @@ class KnowledgeTreeCore(TierMoves):
         upper.unmarked_documents = child.unmarked_documents
         upper.host_copies = child.host_copies
         upper.host_reclaims = child.host_reclaims
+        if child.mark is not None and self.marks is not None:
+            upper.mark = self.marks.attach(upper, upper.hash_value[-1])
         upper.statistics.tokens = len(upper.key)
         child.statistics.tokens = len(child.key)
         # As of the last use: cutting a node is none.

@@ -95,6 +95,8 @@ class LeafTracking(UnifiedTreeCore):
         del parent.children[node.key.child_key(self.page_size)]
         parent.device_children -= node.on_device
         node.on_device = False
+        if node.mark is not None:
+            node.mark.left()
         self.full_host_duplicates.pop(node.id, None)
         self._unregister_node(node)
         self.observer.node_changed(node)

@@ -90,6 +90,7 @@ class Harness:
         from rag_radix.backend import build_tree
 
         self.page_size = page_size
+        self.model = _model(weights)
         self.rows = ReqToTokenPool(64, 4 * device_tokens + 64, "cpu", False)
         self.kv = MHATokenToKVPool(
             device_tokens,
@@ -125,7 +126,7 @@ class Harness:
             disable_radix_cache=False,
             tp_worker=SimpleNamespace(
                 register_hicache_layer_transfer_counter=lambda counter: None,
-                model_runner=SimpleNamespace(model=_model(weights)),
+                model_runner=SimpleNamespace(model=self.model),
             ),
             model_config=SimpleNamespace(
                 hf_config=SimpleNamespace(to_dict=dict),

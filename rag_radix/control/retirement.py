@@ -153,6 +153,7 @@ class Retirement:
                 req.skip_radix_cache_insert = True
                 removed.requests += 1
         self._tree.control.retired(tops)
+        self._tree.storing.retire(selector, [node for top in tops for node in subtree(top)])
         bytes_per_token = device_bytes_per_token(self._tree)
         for top in tops:
             for node in subtree(top):

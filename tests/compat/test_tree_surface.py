@@ -76,6 +76,7 @@ def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
         "host_copies",
         "ranks",
         "host_reclaims",
+        "mark",
         "offered",
         "on_device",
         "device_children",

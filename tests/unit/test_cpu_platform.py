@@ -113,8 +113,10 @@ def test_what_the_user_sets_wins(model: Path, given: dict[str, Any]) -> None:
 def test_a_transfer_that_needs_a_gpu_is_refused_by_name(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"--hicache-mem-layout page_head .*'layer_first'"):
         _resolve(model, enable_hierarchical_cache=True, hicache_mem_layout="page_head")
-    with pytest.raises(UnsupportedError, match="--hicache-storage-backend file"):
-        _resolve(model, enable_hierarchical_cache=True, hicache_storage_backend="file")
+    with pytest.raises(UnsupportedError, match=r"--hicache-storage-backend hf3fs .*'file'"):
+        _resolve(model, enable_hierarchical_cache=True, hicache_storage_backend="hf3fs")
+    given = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
+    assert _resolve(model, **given)["hicache_mem_layout"] == "layer_first"
 
 
 def test_shims_refuse_a_host_pool_they_were_not_written_for(

@@ -1,0 +1,1 @@
+"""KV that outlives the server: verified files below the host tier, and what is known of them."""

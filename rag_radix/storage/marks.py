@@ -1,0 +1,161 @@
+"""What is known of the nodes that are stored, whether they are in the tree now or not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rag_radix.policies.base import Rank, TierName
+from rag_radix.statistics import DocumentKey, NodeStatistics
+from rag_radix.storage.segment import Name
+
+if TYPE_CHECKING:
+    from rag_radix.node import DocumentNode
+
+# About half a kilobyte each.
+_CAPACITY = 65_536
+
+
+class Mark:
+    """A node that is stored, known by the hash of its last page.
+
+    While the node is in the tree, all is read from there; what it was when it left is kept.
+
+    Attributes:
+        key: The hash.
+        node: The node, while it is in the tree.
+    """
+
+    __slots__ = ("_forgotten", "_names", "_pages", "_ranks", "_statistics", "key", "node")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.node: DocumentNode | None = None
+        self._pages = 1
+        self._names: tuple[Name, ...] = ()
+        self._forgotten = False
+        self._statistics = NodeStatistics()
+        self._ranks: list[Rank] = []
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        node = self.node
+        if node is None:
+            return self._names
+        marked = [_name(o.document, o.tokens) for o in node.occurrences]
+        unmarked = [_name(document, 0) for document in node.unmarked_documents]
+        return tuple(dict.fromkeys((*self._names, *marked, *unmarked)))
+
+    @property
+    def pages(self) -> int:
+        return self._pages if self.node is None else len(self.node.hash_value)
+
+    @property
+    def names_forgotten(self) -> bool:
+        """Whether more documents end here than are known."""
+        return self._forgotten or (self.node is not None and self.node.names_forgotten)
+
+    @property
+    def statistics(self) -> NodeStatistics:
+        return self._statistics if self.node is None else self.node.statistics
+
+    @property
+    def priority(self) -> float:
+        """On host, as of its last use."""
+        ranks = self._ranks if self.node is None else self.node.ranks
+        return ranks[TierName.HOST].priority if ranks else 0.0
+
+    def left(self) -> None:
+        """The node leaves the tree."""
+        node = self.node
+        if node is not None:
+            self._names, self._forgotten = self.names, self.names_forgotten
+            self._pages = self.pages
+            self._statistics, self._ranks = node.statistics, node.ranks
+            self._statistics.history = None
+            self.node = None
+
+    def as_json(self) -> dict[str, Any]:
+        statistics = self.statistics
+        return {
+            "key": self.key,
+            "pages": self.pages,
+            "names": self.names,
+            "forgotten": self.names_forgotten,
+            "priority": self.priority,
+            "frequency": statistics.frequency,
+            "document_frequency": statistics.document_frequency,
+            "cost_per_token_s": statistics.cost_per_token_s,
+            "cost_samples": statistics.cost_samples,
+        }
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any]) -> Mark:
+        """Raises KeyError, TypeError or ValueError where something else was written."""
+        mark = cls(str(fields["key"]))
+        mark._pages = int(fields["pages"])
+        mark._names = tuple(
+            Name(str(id), str(version), str(namespace), int(tokens))
+            for id, version, namespace, tokens in fields["names"]
+        )
+        mark._forgotten = bool(fields["forgotten"])
+        mark._ranks = [Rank(float(fields["priority"]), float(fields["priority"]))] * len(TierName)
+        mark._statistics = NodeStatistics(
+            frequency=int(fields["frequency"]),
+            document_frequency=int(fields["document_frequency"]),
+            cost_per_token_s=float(fields["cost_per_token_s"]),
+            cost_samples=int(fields["cost_samples"]),
+        )
+        return mark
+
+
+def _name(document: DocumentKey, tokens: int) -> Name:
+    return Name(document.id, document.version, document.namespace, tokens)
+
+
+class Marks:
+    """All of them; the oldest are forgotten beyond a number."""
+
+    def __init__(self, capacity: int = _CAPACITY) -> None:
+        self._capacity = capacity
+        self._marks: OrderedDict[str, Mark] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def __iter__(self) -> Iterator[Mark]:
+        return iter(list(self._marks.values()))
+
+    def get(self, key: str) -> Mark | None:
+        return self._marks.get(key)
+
+    def add(self, mark: Mark) -> None:
+        self._marks[mark.key] = mark
+        self._marks.move_to_end(mark.key)
+        if len(self._marks) > self._capacity:
+            self._marks.popitem(last=False)
+
+    def attach(self, node: DocumentNode, key: str) -> Mark:
+        """`node`, which ends with the page `key`, is stored and in the tree."""
+        mark = self._marks.get(key)
+        if mark is None or mark.node is not None:
+            mark = Mark(key)
+            self.add(mark)
+        mark.node = node
+        return mark
+
+    def remove(self, key: str) -> None:
+        self._marks.pop(key, None)
+
+    def clear(self) -> None:
+        self._marks.clear()
+
+    def priority(self, key: str) -> float:
+        """Of a node by its last page; the lowest there is where nothing is known."""
+        mark = self._marks.get(key)
+        return 0.0 if mark is None else mark.priority
+
+    def tree_reset(self) -> None:
+        for mark in self._marks.values():
+            mark.left()

@@ -1,0 +1,173 @@
+"""One file of consecutive pages of a prompt: written whole or not at all, verified when read.
+
+Layout: magic, length of the header, digest of the header, header (JSON), pages one after the other.
+The header holds a digest for each page, so that a part of a file can be read and verified.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+FORMAT_VERSION = 1
+SUFFIX = ".kv"
+_TEMPORARY = ".tmp"
+_MAGIC = b"RAGRADIX"
+_PREFIX = struct.Struct("<8sII16s")  # magic, format version, header bytes, header digest
+_MAX_HEADER_BYTES = 64 << 20
+_numbers = count()
+
+
+class DamagedFileError(Exception):
+    """A file isn't what it should be; the message says how."""
+
+
+class Name(NamedTuple):
+    """A document that ends with a page, as far as a file says it: a namespace has a name there,
+    since a salt is a secret.
+
+    Attributes:
+        tokens: Its length; 0 where only a part of it lies here, or it ends somewhere else.
+    """
+
+    id: str
+    version: str
+    namespace: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+        identity: What its KV belongs to; see `identity`.
+        parent: Hash of the page before the first, None at the beginning of a prompt.
+        hashes: SGLang's hash of each page, which depends on all pages before it.
+        digests: Of the bytes of each page.
+        page_bytes: Size of a page.
+        mark: Hash of the last page of the node that it was written for.
+        mark_pages: Pages of that node.
+        names: Its documents.
+    """
+
+    identity: str
+    parent: str | None
+    hashes: tuple[str, ...]
+    digests: tuple[str, ...]
+    page_bytes: int
+    mark: str
+    mark_pages: int
+    names: tuple[Name, ...]
+
+
+def file_name(hashes: Sequence[str]) -> str:
+    return f"{hashes[0][:24]}-{hashes[-1][:24]}-{len(hashes)}{SUFFIX}"
+
+
+def page_digest(page: memoryview | bytes) -> str:
+    return sha256(page).hexdigest()[:32]
+
+
+def write_segment(path: Path, header: Header, pages: Sequence[memoryview | bytes]) -> int:
+    """Write a file that is whole as soon as it is there; returns its bytes.
+
+    Raises:
+        OSError: It can't be written. Nothing is left of it.
+    """
+    return write_atomically(path, (_encoded(header), *pages))
+
+
+def segment_bytes(header: Header) -> int:
+    """Size of a file."""
+    return len(_encoded(header)) + header.page_bytes * len(header.hashes)
+
+
+def _encoded(header: Header) -> bytes:
+    fields = {name: getattr(header, name) for name in header.__dataclass_fields__}
+    text = orjson.dumps(fields, default=list)  # of a named tuple
+    digest = sha256(text).digest()[:16]
+    return _PREFIX.pack(_MAGIC, FORMAT_VERSION, len(text), digest) + text
+
+
+def write_atomically(path: Path, parts: Sequence[memoryview | bytes]) -> int:
+    """Write `parts` to a file beside `path` and let it take the place of `path`.
+
+    Raises:
+        OSError: It can't be written. Nothing is left of it.
+    """
+    temporary = path.with_name(f".{os.getpid()}-{next(_numbers)}{_TEMPORARY}")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(parts)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return sum(len(part) for part in parts)
+
+
+def read_header(path: Path) -> Header:
+    """Read and verify what a file says of itself.
+
+    Raises:
+        DamagedFileError: It isn't one of ours, is of another version, or isn't whole.
+        OSError: It can't be read.
+    """
+    with path.open("rb") as file:
+        start = file.read(_PREFIX.size)
+        if len(start) < _PREFIX.size:
+            raise DamagedFileError("it is too short")
+        magic, version, length, digest = _PREFIX.unpack(start)
+        if magic != _MAGIC:
+            raise DamagedFileError("it isn't a file of KV")
+        if version != FORMAT_VERSION:
+            raise DamagedFileError(f"it has format {version}, not {FORMAT_VERSION}")
+        text = file.read(min(length, _MAX_HEADER_BYTES))
+        if sha256(text).digest()[:16] != digest:
+            raise DamagedFileError("its header is damaged")
+        size = os.fstat(file.fileno()).st_size
+    fields = orjson.loads(text)
+    fields["hashes"] = tuple(fields["hashes"])
+    fields["digests"] = tuple(fields["digests"])
+    fields["names"] = tuple(Name(*name) for name in fields["names"])
+    header = Header(**fields)
+    if size != _PREFIX.size + length + header.page_bytes * len(header.hashes):
+        raise DamagedFileError("it is cut off")
+    return header
+
+
+def read_pages(path: Path, header: Header, first: int, pages: Sequence[memoryview]) -> None:
+    """Read consecutive pages from `first` on into `pages`, and verify them.
+
+    Raises:
+        DamagedFileError: The file has changed since its header was read, or a page is damaged.
+        OSError: It can't be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        start = file.read(_PREFIX.size)
+        if len(start) < _PREFIX.size:
+            raise DamagedFileError("it is too short")
+        _, _, length, _ = _PREFIX.unpack(start)
+        file.seek(_PREFIX.size + length + first * header.page_bytes)
+        for index, page in enumerate(pages, first):
+            if len(page) != header.page_bytes or file.readinto(page) != header.page_bytes:
+                raise DamagedFileError(f"page {index} has another size")
+            if page_digest(page) != header.digests[index]:
+                raise DamagedFileError(f"page {index} is damaged")
+
+
+def remove_leftovers(directory: Path, older_than_s: float) -> None:
+    """Remove what was being written when its server ended, if it hasn't changed since
+    `older_than_s` (seconds since the epoch)."""
+    for path in directory.glob(f".*{_TEMPORARY}"):
+        if path.stat().st_mtime < older_than_s:
+            path.unlink(missing_ok=True)

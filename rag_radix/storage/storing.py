@@ -1,0 +1,344 @@
+"""The tree's side of a storage backend: what is written and when, what comes back, what must go."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from hashlib import sha256
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import torch
+
+from rag_radix.node import Occurrence
+from rag_radix.retrieval import Retrieval
+from rag_radix.statistics import DocumentKey, namespace_name
+from rag_radix.storage.backend import VerifiedFiles
+from rag_radix.storage.files import SegmentFiles
+from rag_radix.storage.identity import identity, identity_name, rank_name
+from rag_radix.storage.marks import Mark, Marks
+from rag_radix.storage.sidecar import FORMAT_VERSION, Sidecar
+
+if TYPE_CHECKING:
+    from rag_radix.control.selector import Selector
+    from rag_radix.knowledge_tree import KnowledgeTree
+    from rag_radix.node import DocumentNode
+
+logger = logging.getLogger(__name__)
+
+_FINISH_S = 8.0
+# SGLang's, which counts as left open, and ours: a document is often shorter.
+_SGLANG_LEAST_TOKENS = 256
+_LEAST_TOKENS = 32
+
+
+class Storing:
+    """What of a tree is in its storage backend.
+
+    A node is stored when it has a copy on host and its parent is stored, once: what storage has is
+    whole from the root on. What a node was is kept in its mark when it leaves the tree, and comes
+    back with it.
+
+    Attributes:
+        marks: Of the nodes that are stored.
+    """
+
+    def __init__(self, tree: KnowledgeTree, weights: Callable[[], int]) -> None:
+        self._tree = tree
+        self._weights = weights
+        self.marks = Marks()
+        self._files: SegmentFiles | None = None
+        self._sidecar: Sidecar | None = None
+        self._saved_time = 0
+
+    # Beginning and end
+
+    def attached(self) -> None:
+        """SGLang has attached a storage backend."""
+        tree, controller = self._tree, self._tree.cache_controller
+        tree.tree_core.marks = self.marks
+        if tree.prefetch_threshold == _SGLANG_LEAST_TOKENS:
+            least = max(_LEAST_TOKENS, tree.page_size)
+            tree.prefetch_threshold = controller.prefetch_threshold = least
+        backend = controller.storage_backend
+        if not isinstance(backend, VerifiedFiles):
+            logger.warning(
+                "Storage: %s is SGLang's: invalidation doesn't reach it, and what it returns isn't "
+                "verified. --hicache-storage-backend file does both",
+                controller.storage_backend_type,
+            )
+            return
+        config, settings = backend.config, tree.settings
+        whose = identity(config, controller.storage_host_pool, self._agreed_weights())
+        name = identity_name(whose)
+        directory = backend.root / f"rag-radix-{name}"
+        budget = None if settings.storage_gib is None else int(settings.storage_gib * 2**30)
+        if budget is not None and not config.is_mla_model:
+            budget //= config.tp_size
+        self._files = SegmentFiles(directory / rank_name(config), name, budget, self.marks.priority)
+        backend.open(self._files)
+        sidecar = Sidecar(directory / "statistics.json")
+        self._restore(sidecar.read())
+        self._sidecar = sidecar if config.tp_rank == 0 and config.attn_cp_rank == 0 else None
+        logger.info(
+            "Storage: %s, %d files with %.1f MiB, statistics of %d nodes and %d documents",
+            directory,
+            len(self._files),
+            self._files.bytes / 2**20,
+            len(self.marks),
+            len(tree.document_frequencies),
+        )
+
+    def _agreed_weights(self) -> str:
+        """Of all ranks, the same on all of them."""
+        digest = self._weights()
+        least, most = torch.tensor(digest), torch.tensor(digest)
+        self._tree._all_reduce_attn_groups(least, torch.distributed.ReduceOp.MIN)
+        self._tree._all_reduce_attn_groups(most, torch.distributed.ReduceOp.MAX)
+        return f"{int(least):016x}{int(most):016x}"
+
+    def weights_changed(self) -> None:
+        """The model has other weights: what was stored with the old ones is another's."""
+        if self._files is not None:
+            self.finish()
+            self.marks = Marks()
+            self.attached()
+
+    def detached(self) -> None:
+        """SGLang has let go of the backend. Invalidation still reaches its files."""
+        self._sidecar = None
+
+    def finish(self) -> None:
+        """Give what is queued time to be written, and save the statistics."""
+        controller = self._tree.cache_controller
+        deadline = time.monotonic() + _FINISH_S
+        while controller.backup_queue.qsize() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self._sidecar is not None:
+            self._sidecar.finish(self._snapshot())
+
+    def reset(self) -> None:
+        """All nodes have left the tree."""
+        self.marks.tree_reset()
+
+    # Out
+
+    def due(self, node: DocumentNode) -> list[DocumentNode]:
+        """What is to be written now that `node` has a copy on host: itself and what hangs below
+        it, or nothing yet."""
+        tree = self._tree
+        root = tree.tree_core.root_node
+        if node.mark is not None or not (node.parent is root or node.parent.mark is not None):
+            return []
+        above = node
+        while above is not root:
+            if tree.control.is_retired(above):
+                return []
+            above = above.parent
+        nodes = [node]
+        for each in nodes:
+            self._promise(each)
+            nodes += [
+                child
+                for child in each.children.values()
+                if child.backuped
+                and child.mark is None
+                and child.write_through_pending_id is None
+                and not tree.control.is_retired(child)
+            ]
+        return nodes
+
+    def _promise(self, node: DocumentNode) -> None:
+        hashes = node.hash_value
+        node.mark = self.marks.attach(node, hashes[-1])
+        if self._files is not None and not self._tree.cache_controller.backup_skip:
+            parent = node.parent.hash_value
+            self._files.promise(parent[-1] if parent else None, hashes, node.mark.names)
+
+    def hot(self, path: Iterable[DocumentNode]) -> list[DocumentNode]:
+        """What of `path` has been used often enough to be copied and stored ahead of eviction;
+        upper nodes first, which are used at least as often as those below."""
+        uses = self._tree.settings.store_after
+        return [node for node in path if node.mark is None and node.statistics.frequency >= uses]
+
+    # In
+
+    def restored(self, node: DocumentNode, req: Any) -> None:
+        """`node` has come from storage for `req`: cut it where nodes were, name it and give it the
+        statistics that it had."""
+        tree, core = self._tree, self._tree.tree_core
+        pieces = [node]
+        done = 0
+        for end in [i for i, page in enumerate(node.hash_value[:-1], 1) if self.marks.get(page)]:
+            pieces.insert(-1, tree._split(node, (end - done) * core.page_size))
+            done = end
+        path = core.path_to(node.id)
+        if req is None:
+            for piece in pieces:
+                piece.names_forgotten = True
+        else:
+            retrieval = Retrieval.of(req, tree.settings.max_depth)
+            path = [each for each, _ in tree._cut_and_name(retrieval, path, req)]
+        first = path.index(pieces[0]) if pieces[0] in path else 0
+        for piece in path[first:]:
+            if piece.mark is None:
+                self._recall(piece)
+        for above, below in zip(path[-2::-1], path[:0:-1], strict=True):
+            above.statistics.frequency = max(above.statistics.frequency, below.statistics.frequency)
+        for each in path:
+            core.rank(each)
+
+    def _recall(self, node: DocumentNode) -> None:
+        key = node.hash_value[-1]
+        mark = self.marks.get(key)
+        if mark is not None and mark.node is None:
+            old, statistics = mark.statistics, node.statistics
+            statistics.frequency = old.frequency
+            statistics.document_frequency = old.document_frequency
+            statistics.cost_per_token_s = old.cost_per_token_s
+            statistics.cost_samples = old.cost_samples
+            node.names_forgotten |= mark.names_forgotten
+            self._rename(node, mark)
+        node.mark = self.marks.attach(node, key)
+
+    def _rename(self, node: DocumentNode, mark: Mark) -> None:
+        key = node.key
+        namespace = namespace_name(key.extra_key, key.cache_salt)
+        path = self._tree.tree_core.path_to(node.id)
+        lengths = set(accumulate(above.statistics.tokens for above in reversed(path)))
+        for name in mark.names:
+            if name.namespace != namespace:
+                node.names_forgotten = True
+                continue
+            document = DocumentKey(name.id, name.version, key.extra_key, key.cache_salt)
+            if name.tokens in lengths:
+                self._tree._name(node, Occurrence(document, name.tokens))
+            elif document not in node.unmarked_documents:
+                node.unmarked_documents = (*node.unmarked_documents, document)
+
+    # What must go
+
+    def retire(self, selector: Selector, nodes: Iterable[DocumentNode]) -> None:
+        """Let the documents that `selector` means be read no more.
+
+        Args:
+            nodes: What has gone from the tree by it.
+        """
+        tree = self._tree
+        if self._files is None and not tree.enable_storage:
+            return
+        # They may be reading what goes.
+        for request in list(tree.ongoing_prefetch):
+            tree.release_aborted_request(request)
+        pages: list[str] = []
+        for node in nodes:
+            pages += node.hash_value or ()
+            if node.mark is not None:
+                self.marks.remove(node.mark.key)
+                node.mark = None
+        files = self._files
+        if selector.is_everything:
+            self.marks.clear()
+            if files is not None:
+                files.clear()
+            return
+        page_size = tree.page_size
+        known = {} if files is None else files.names()
+        for mark in self.marks:
+            length, names = known.get(mark.key, (mark.pages, set()))
+            known[mark.key] = length, names | set(mark.names)
+        ends: list[tuple[str, int]] = []
+        kept: set[str] = set()
+        for key, (length, names) in known.items():
+            at = self.marks.get(key)
+            if at is not None and at.node is not None:
+                kept.add(key)  # the tree has decided
+                continue
+            goes = [name for name in names if selector.matches(name)]  # type: ignore[arg-type]
+            ends += [(key, -(-name.tokens // page_size) or length) for name in goes]
+            if at is not None and at.names_forgotten:
+                ends.append((key, length))
+            elif len(goes) < len(names):
+                kept.add(key)
+        if files is not None:
+            files.discard(pages)
+            files.discard_documents(ends, kept.__contains__)
+        for key, _ in ends:
+            self.marks.remove(key)
+
+    # Statistics
+
+    def save_if_due(self) -> None:
+        sidecar, now = self._sidecar, self._tree.tree_core.access_time
+        if sidecar is not None and self._saved_time != now and sidecar.is_due():
+            self._saved_time = now
+            sidecar.write(self._snapshot())
+
+    def _snapshot(self) -> Callable[[], dict[str, Any]]:
+        """What there is to save now, in a form that another thread can finish."""
+        tree, files = self._tree, self._files
+        marks = list(self.marks)
+        documents = tree.document_frequencies.counts()
+        state = {
+            "format": FORMAT_VERSION,
+            "access_time": tree.tree_core.access_time,
+            "device_clock": tree.component.device.clock.evicted,
+            "host_clock": tree.component.host.clock.evicted,
+        }
+
+        def collect() -> dict[str, Any]:
+            stored = [mark for mark in marks if files is None or mark.key in files]
+            return {
+                **state,
+                "marks": [mark.as_json() for mark in stored],
+                "documents": [(*key, count) for key, count in documents()],
+            }
+
+        return collect
+
+    def _restore(self, text: bytes) -> None:
+        """Take over what an earlier server has saved, if all ranks have read the same."""
+        tree = self._tree
+        digest = int.from_bytes(sha256(text).digest()[:7], "little")
+        both = torch.tensor([digest, -digest])
+        tree._all_reduce_attn_groups(both, torch.distributed.ReduceOp.MIN)
+        if int(both[0]) != -int(both[1]):
+            logger.warning("Storage: ranks have read different statistics, which are ignored")
+            return
+        if not text:
+            return
+        try:
+            saved = orjson.loads(text)
+            if saved["format"] != FORMAT_VERSION:
+                raise ValueError(f"format {saved['format']}, not {FORMAT_VERSION}")
+            marks = [Mark.of_json(fields) for fields in saved["marks"]]
+            documents = {
+                (str(id), str(version), str(namespace)): int(count)
+                for id, version, namespace, count in saved["documents"]
+            }
+            clocks = float(saved["device_clock"]), float(saved["host_clock"])
+            access_time = int(saved["access_time"])
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("Storage: the statistics can't be understood: %r", error)
+            return
+        for mark in marks:
+            self.marks.add(mark)
+        tree.document_frequencies.restore(documents)
+        tree.tree_core.continue_from(access_time)
+        component = tree.component
+        for tier, evicted in zip((component.device, component.host), clocks, strict=True):
+            tier.clock.evicted = max(tier.clock.evicted, evicted)
+
+    def report(self) -> dict[str, Any] | None:
+        files = self._files
+        if files is None:
+            return None
+        return {
+            "files": len(files),
+            "bytes": files.bytes,
+            "known_nodes": len(self.marks),
+            **asdict(files.counters),
+        }

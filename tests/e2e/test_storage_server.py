@@ -1,0 +1,98 @@
+"""Documents outlive their server, on a tiny model of random weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from e2e.cpu_server import running_server
+from e2e.exactness import ask, assert_intact, make_prompts
+from e2e.tiny_model import make_tiny_llama, make_tiny_mla
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+PAGE = 16
+FLAGS = ["--dtype", "float32", "--max-total-tokens", "2048", "--page-size", str(PAGE)]
+FLAGS += ["--radix-cache-backend", "knowledge-tree", "--enable-hierarchical-cache"]
+FLAGS += ["--hicache-ratio", "4", "--hicache-storage-backend", "file"]
+FLAGS += ["--hicache-storage-prefetch-policy", "wait_complete"]
+FLAGS += ["--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE})]
+DEADLINE_S = 60.0
+
+
+def flags(directory, **settings):
+    """Files in `directory`; every document is written after its prefill."""
+    config = json.dumps({"store_after": 1, **settings})
+    storage = ["--file-storage-path", str(directory)]
+    return [*FLAGS, *storage, "--radix-eviction-policy-config", config]
+
+
+def storage(server):
+    return server.get("/rag/stats")["storage"]
+
+
+def wait_until_written(server):
+    """Until the files are the same for a while."""
+    deadline, last = time.monotonic() + DEADLINE_S, None
+    while (now := storage(server)["written_pages"]) != last:
+        assert time.monotonic() < deadline
+        last = now
+        time.sleep(1)
+    assert now > 0
+
+
+def from_storage(server, prompt):
+    """Its answer, and how many of its tokens came from storage."""
+    reply = server.generate(**prompt.body())
+    details = reply["meta_info"]["cached_tokens_details"] or {}
+    return tuple(reply["output_ids"]), details.get("storage", 0)
+
+
+def end(server, signum):
+    """As a container's stop does, or a crash."""
+    if signum == signal.SIGKILL:
+        os.killpg(server.pid, signum)
+    else:
+        os.kill(server.pid, signum)
+    deadline = time.monotonic() + DEADLINE_S
+    while server.is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def assert_questions_hit_storage(server, prompts, answers):
+    read = 0
+    for prompt, expected in zip(prompts, answers, strict=True):
+        answer, tokens = from_storage(server, prompt)
+        assert answer == expected
+        read += tokens
+    assert read > 0
+    assert_intact(server)
+    return read
+
+
+def cold_answers(server, prompts):
+    answers = [ask(server, prompt).tokens for prompt in prompts]
+    assert len(set(answers)) > len(prompts) // 2
+    return answers
+
+
+@pytest.mark.parametrize("make_model", [make_tiny_llama, make_tiny_mla])
+def test_the_same_questions_hit_storage_after_a_stop_and_after_a_crash(tmp_path, make_model):
+    model, files = make_model(tmp_path / "model"), tmp_path / "files"
+    prompts = make_prompts(12, page_size=PAGE, chunk_tokens=128)
+    with running_server(model, *flags(files)) as server:
+        answers = cold_answers(server, prompts)
+        wait_until_written(server)
+        end(server, signal.SIGKILL)
+    with running_server(model, *flags(files)) as server:
+        assert_questions_hit_storage(server, prompts, answers)
+        end(server, signal.SIGTERM)
+        assert "Traceback" not in server.log()
+    with running_server(model, *flags(files)) as server:
+        assert_questions_hit_storage(server, prompts, answers)
+        known = {d["id"]: d for d in server.get("/rag/documents")["documents"]}
+        assert max(document["frequency"] for document in known.values()) > 2

@@ -1,0 +1,210 @@
+"""Which pages a directory has, what leaves it first, and what must go with what."""
+
+from __future__ import annotations
+
+import errno
+import logging
+
+import pytest
+
+from rag_radix.storage import files as files_module
+from rag_radix.storage.files import SegmentFiles
+from rag_radix.storage.segment import Name
+
+PAGE_BYTES = 100
+
+
+@pytest.fixture(autouse=True)
+def _looks_for_others_at_once(monkeypatch):
+    monkeypatch.setattr(files_module, "_RESCAN_S", 0.0)
+
+
+def page(name):
+    return (name.encode() * PAGE_BYTES)[:PAGE_BYTES]
+
+
+def opened(directory, identity="model", budget=None, priorities=None):
+    return SegmentFiles(directory, identity, budget, lambda mark: (priorities or {}).get(mark, 0.0))
+
+
+def store(files, *hashes, parent=None, names=(), batch=2):
+    """A node of `hashes` behind the page `parent`, in batches as SGLang writes."""
+    files.promise(parent, hashes, names)
+    for start in range(0, len(hashes), batch):
+        part = hashes[start : start + batch]
+        files.write(part, [page(each) for each in part])
+
+
+def read(files, *hashes):
+    pages = [memoryview(bytearray(PAGE_BYTES)) for _ in hashes]
+    count = files.read(hashes, pages)
+    assert [bytes(got) for got in pages[:count]] == [page(each) for each in hashes[:count]]
+    return count
+
+
+def doc(name, tokens=2):
+    return Name(name, "", "", tokens)
+
+
+def test_pages_are_found_by_another_server_and_after_a_restart(tmp_path):
+    files, other = opened(tmp_path), opened(tmp_path)
+    store(files, "a", "b", "c")
+    for each in (files, other, opened(tmp_path)):
+        assert each.count(["a", "b", "c", "d"]) == 3
+        assert read(each, "a", "b", "c") == 3
+        assert read(each, "b", "c") == 2
+
+
+def test_what_was_not_promised_or_is_there_is_not_written(tmp_path):
+    files = opened(tmp_path)
+    assert files.write(("a",), [page("a")])
+    assert files.count(["a"]) == 0
+    store(files, "a", "b")
+    before = files.counters.written_pages
+    store(files, "a", "b")
+    store(files, "a", "b", "c", batch=3)
+    assert files.counters.written_pages == before + 1
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1] + b"?", lambda b: b[:-1], lambda b: b"what"])
+def test_a_damaged_file_is_skipped_with_a_warning(tmp_path, caplog, damage):
+    files = opened(tmp_path)
+    store(files, "a", "b")
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert read(files, "a", "b") <= 1
+    assert files.count(["a"]) == 0
+    assert read(opened(tmp_path), "a", "b") <= 1
+    assert "is skipped" in caplog.text
+    store(files, "a", "b")  # and takes its place when the document is computed again
+    assert read(opened(tmp_path), "a", "b") == 2
+
+
+def test_a_file_of_another_model_is_skipped_with_a_warning(tmp_path, caplog):
+    store(opened(tmp_path, "model"), "a")
+    assert opened(tmp_path, "another").count(["a"]) == 0
+    assert "another model" in caplog.text
+
+
+def test_what_is_being_written_by_another_server_stays_and_what_was_left_goes(tmp_path):
+    (tmp_path / ".1-1.tmp").write_bytes(b"old")
+    import os
+
+    os.utime(tmp_path / ".1-1.tmp", (0, 0))
+    (tmp_path / ".2-1.tmp").write_bytes(b"new")
+    opened(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".2-1.tmp"]
+
+
+def test_a_discarded_page_takes_along_what_hangs_below_it(tmp_path):
+    files = opened(tmp_path)
+    store(files, "a", "b", "c", "d")
+    store(files, "e", parent="b")
+    store(files, "f", parent="e")
+    store(files, "g", parent="a")
+    assert files.discard(["b"]) == 5
+    for each in (files, opened(tmp_path)):
+        assert each.count(["a", "b"]) == 1
+        assert [each.count([h]) for h in "cdefg"] == [0, 0, 0, 0, 1]
+        assert read(each, "a", "g") == 2
+
+
+def test_what_is_promised_and_discarded_is_not_written(tmp_path):
+    files = opened(tmp_path)
+    files.promise(None, ("a", "b"), ())
+    files.discard(["b"])
+    assert files.write(("a", "b"), [page("a"), page("b")])
+    assert len(files) == 0
+
+
+def test_a_document_goes_with_its_own_pages_and_not_with_a_head_that_others_share(tmp_path):
+    files = opened(tmp_path)
+    store(files, "s")
+    store(files, "h", "x", "y", parent="s", names=[doc("first", 3)], batch=3)
+    store(files, "z", parent="h", names=[doc("second", 2)])
+    files.discard_documents([("y", 3)], lambda page: False)
+    for each in (files, opened(tmp_path)):
+        assert [each.count([h]) for h in "shxyz"] == [1, 1, 0, 0, 1]
+    files.discard_documents([("z", 2)], lambda page: False)
+    assert [opened(tmp_path).count([h]) for h in "shz"] == [1, 0, 0]
+
+
+def test_a_page_at_which_another_document_ends_stays(tmp_path):
+    files = opened(tmp_path)
+    store(files, "a", "b", "c", names=[doc("long", 3)], batch=3)
+    files.discard_documents([("c", 3)], "b".__eq__)
+    assert opened(tmp_path).count(["a", "b", "c"]) == 2
+
+
+def test_names_of_documents_are_in_the_files(tmp_path):
+    store(opened(tmp_path), "a", "b", "c", names=[doc("long", 3), doc("alias", 1)])
+    assert opened(tmp_path).names() == {"c": (3, {doc("long", 3), doc("alias", 1)})}
+
+
+def size_of_one(tmp_path):
+    files = opened(tmp_path / "probe")
+    store(files, "a")
+    return files.bytes
+
+
+def test_the_lowest_priority_leaves_first_and_the_end_of_a_path_before_its_beginning(tmp_path):
+    one = size_of_one(tmp_path)
+    priorities = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 9.0, "e": 9.0}
+    files = opened(tmp_path / "files", budget=int(one * 3.5), priorities=priorities)
+    store(files, "a")
+    store(files, "c", parent="a")
+    store(files, "b")
+    store(files, "d")
+    assert [files.count([h]) for h in "abcd"] == [1, 0, 1, 1]
+    store(files, "e")
+    assert [files.count([h]) for h in "acde"] == [1, 0, 1, 1]
+    assert files.bytes <= one * 3.5
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "files").iterdir())
+    assert on_disk == files.bytes
+
+
+def test_what_is_worth_less_than_all_that_is_there_is_not_written(tmp_path):
+    one = size_of_one(tmp_path)
+    priorities = {"a": 3.0, "b": 2.0}
+    files = opened(tmp_path / "files", budget=int(one * 1.5), priorities=priorities)
+    store(files, "a")
+    store(files, "b")
+    assert [files.count([h]) for h in "ab"] == [1, 0]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails_is_warned_of_once_and_used_again_when_it_is_well(
+    tmp_path, monkeypatch, caplog, error
+):
+    files = opened(tmp_path)
+
+    def fail(*args):
+        raise OSError(error, "no")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(files_module, "write_segment", fail)
+        for name in "abc":
+            store(files, name)
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert ("is full" in warnings[0].getMessage()) == (error == errno.ENOSPC)
+    assert files.counters.failed_writes == 3
+    store(files, "a")
+    assert files.count(["a"]) == 1
+
+
+def test_a_directory_that_cannot_be_used_is_as_good_as_none(tmp_path, caplog):
+    (tmp_path / "file").write_text("not a directory")
+    files = opened(tmp_path / "file" / "below")
+    store(files, "a")
+    assert files.count(["a"]) == 0
+    assert "can't be used" in caplog.text
+
+
+def test_a_file_that_another_server_has_removed_is_a_miss(tmp_path, caplog):
+    files = opened(tmp_path)
+    store(files, "a")
+    opened(tmp_path).clear()
+    assert read(files, "a") == 0
+    assert files.count(["a"]) == 0
+    assert caplog.text == ""

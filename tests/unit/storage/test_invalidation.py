@@ -1,0 +1,156 @@
+"""What is invalidated is read no more: not now, not after a restart, not from what is under way."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from unit.storage.stores import server
+from unit.tree.prompts import DOCUMENT_TOKENS, SYSTEM, document, prompt
+
+from rag_radix.control.selector import Selector
+
+SYSTEM_TOKENS = len(SYSTEM)
+SYSTEM_AND_ONE = SYSTEM_TOKENS + DOCUMENT_TOKENS
+
+
+def invalidate(store, **selector):
+    return store.tree.control.invalidate(Selector(**selector))
+
+
+@pytest.mark.parametrize("selector", [{"id": "a"}, {"prefix": "a"}, {"id": "a", "version": ""}])
+def test_a_document_is_read_no_more_and_others_are(tmp_path, selector):
+    with server(tmp_path) as first:
+        first.ask(prompt("a", "b"))
+        first.ask(prompt("b", "a", question=1))
+        invalidate(first, **selector)
+    with server(tmp_path) as second:
+        assert second.ask(prompt("a", "b", question=2)).from_storage == SYSTEM_TOKENS
+        assert second.ask(prompt("b", "a", question=3)).from_storage == DOCUMENT_TOKENS
+
+
+def test_all_is_read_no_more(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a", "b"))
+        invalidate(first, prefix="")
+        assert list(tmp_path.glob("*/*/*.kv")) == []
+        assert first.ask(prompt("a", "b")).from_storage == 0
+
+
+def test_a_server_that_never_had_a_document_finds_it_on_disk(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a", "b"))
+        first.ask(prompt("c", question=1))
+    with server(tmp_path) as second:
+        invalidate(second, id="a")
+    with server(tmp_path) as third:
+        assert third.ask(prompt("a", "b", question=2)).from_storage == SYSTEM_TOKENS
+        assert third.ask(prompt("c", question=3)).from_storage == DOCUMENT_TOKENS
+
+
+def test_a_name_given_after_a_document_was_written_counts_after_a_restart(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+        tokens, [(_, start, end)] = prompt("a", question=1)
+        first.ask((tokens, [("alias", start, end)]))
+        first.stop()
+    with server(tmp_path) as second:
+        invalidate(second, id="alias")
+        assert second.ask(prompt("a", question=2)).from_storage == SYSTEM_TOKENS
+
+
+def test_a_head_that_others_share_stays(tmp_path):
+    head, one, other = list(range(700, 720)), document("one"), document("other")
+    span = (SYSTEM_TOKENS, SYSTEM_TOKENS + 60)
+    prompts = {
+        name: ([*SYSTEM, *head, *tail, 1], [(name, *span)])
+        for name, tail in (("one", one), ("other", other))
+    }
+    with server(tmp_path) as first:
+        for each in prompts.values():
+            first.ask(each)
+        first.stop()
+    with server(tmp_path) as second:
+        invalidate(second, id="one")
+    with server(tmp_path) as third:
+        assert third.ask(prompts["other"]).from_storage == SYSTEM_TOKENS + 60
+        assert third.ask(prompts["one"]).from_storage == 0
+
+
+def test_what_is_just_being_read_is_not_used(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+    with server(tmp_path) as second:
+        req = second.h.request(*prompt("a", question=1))
+        second.begin(req)
+        handle = req.cache_request_handle
+        controller = second.tree.cache_controller
+        second.wait(lambda: controller.prefetch_hit_queue.qsize() or handle_is_read(second))
+        invalidate(second, id="a")
+        assert second.tree.check_prefetch_progress(handle)
+        time.sleep(0.05)
+        second.settle()
+        second.h.admit(req)
+        assert req.prefix_len == 0
+        second.h.compute(req)
+        second.h.publish(req)
+        second.h.finish(req)
+        second.h.check()
+
+
+def handle_is_read(store):
+    return any(info.host_indices is not None for info in store.tree.ongoing_prefetch.values())
+
+
+def test_what_has_just_been_read_for_a_waiting_request_is_not_used(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+    with server(tmp_path) as second:
+        req = second.h.request(*prompt("a", question=1))
+        assert second.fetch(req) == SYSTEM_AND_ONE
+        invalidate(second, id="a")
+        second.h.admit(req)
+        assert req.prefix_len == SYSTEM_TOKENS
+        second.h.compute(req)
+        second.h.publish(req)
+        second.h.finish(req)
+
+
+def test_what_is_just_being_copied_is_not_written(tmp_path):
+    with server(tmp_path) as first:
+        first.h.hold_copies()
+        req = first.h.request(*prompt("a"))
+        first.h.admit(req)
+        first.h.compute(req)
+        first.h.publish(req)
+        first.h.finish(req)
+        invalidate(first, id="a")
+        first.h.finish_copies()
+        first.settle()
+        assert first.files.counters.written_pages == SYSTEM_TOKENS
+    with server(tmp_path) as second:
+        assert second.ask(prompt("a", question=1)).from_storage == SYSTEM_TOKENS
+
+
+def test_what_is_computed_anew_is_written_anew(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+        invalidate(first, id="a")
+        first.ask(prompt("a", question=1))
+    with server(tmp_path) as second:
+        assert second.ask(prompt("a", question=2)).from_storage == SYSTEM_AND_ONE
+
+
+def test_new_weights_read_nothing_of_the_old_ones(tmp_path):
+    import torch
+
+    with server(tmp_path, weights=1.0) as store:
+        store.ask(prompt("a"))
+        model = store.h.model
+        torch.nn.init.constant_(model.weight, 2.0)
+        store.tree.control.invalidate(Selector(prefix=""))
+        store.tree.storing.weights_changed()
+        assert store.ask(prompt("a", question=1)).from_storage == 0
+    for weights, tokens in ((1.0, 0), (2.0, SYSTEM_AND_ONE)):
+        with server(tmp_path, weights=weights, policy_config={"store_after": 9}) as after:
+            assert after.ask(prompt("a", question=2)).from_storage == tokens
