@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rag_radix_kernels.row_copy import RowCopier
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -183,5 +184,7 @@ def _copy_rows(
     page_size: int,
 ) -> None:
     """`transfer_kv_direct` in torch: rows `src_indices` of each layer to `dst_indices`."""
-    for source, destination in zip(src_layers, dst_layers, strict=True):
-        destination.index_copy_(0, dst_indices, source.index_select(0, src_indices))
+    _copier.copy(src_layers, dst_layers, src_indices, dst_indices)
+
+
+_copier = RowCopier()
