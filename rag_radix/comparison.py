@@ -37,8 +37,8 @@ def install() -> None:
         scheduler = f"{_SCHEDULER}.Scheduler"
         HookRegistry.register(f"{scheduler}.get_internal_state", _add_state, HookType.AFTER)
         HookRegistry.register(f"{scheduler}.get_next_batch_to_run", _timed, HookType.AROUND)
-        HookRegistry.register(f"{_TRANSFERS}.start_writing", _note_written, HookType.BEFORE)
-        HookRegistry.register(f"{_TRANSFERS}.start_loading", _note_loaded, HookType.BEFORE)
+        HookRegistry.register(f"{_TRANSFERS}.start_writing", _writing, HookType.AROUND)
+        HookRegistry.register(f"{_TRANSFERS}.start_loading", _loading, HookType.AROUND)
 
 
 def _radix_cache(ctx: Any) -> Any:
@@ -59,20 +59,33 @@ def _add_state(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None
 
 @dataclass
 class _CpuTime:
-    """CPU time of the scheduler's thread in choosing batches, since the process began."""
+    """CPU time of the scheduler's thread in choosing batches, since the process began.
+
+    Copies between the tiers, which a GPU makes by itself, aren't in `seconds` but in `copying_s`.
+    """
 
     seconds: float = 0.0
+    copying_s: float = 0.0
 
 
 _scheduling = _CpuTime()
 
 
 def _timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    started_s, copied_s = time.thread_time(), _scheduling.copying_s
+    try:
+        return original(*args, **kwargs)
+    finally:
+        copying_s = _scheduling.copying_s - copied_s
+        _scheduling.seconds += time.thread_time() - started_s - copying_s
+
+
+def _copied(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     started_s = time.thread_time()
     try:
         return original(*args, **kwargs)
     finally:
-        _scheduling.seconds += time.thread_time() - started_s
+        _scheduling.copying_s += time.thread_time() - started_s
 
 
 @dataclass
@@ -86,12 +99,14 @@ class _MovedBytes:
 _moved = _MovedBytes()
 
 
-def _note_written(controller: Any) -> None:
+def _writing(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
     _moved.out += _queued_bytes(controller, controller.write_queue)
+    return _copied(original, controller, *args, **kwargs)
 
 
-def _note_loaded(controller: Any) -> None:
+def _loading(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
     _moved.back += _queued_bytes(controller, controller.load_queue)
+    return _copied(original, controller, *args, **kwargs)
 
 
 def _queued_bytes(controller: Any, operations: Sequence[Any]) -> int:

@@ -40,7 +40,7 @@ class Counters:
 
     Attributes:
         scheduling_s: CPU time in choosing batches. What SGLang does there belongs to it: order,
-            matching, eviction, slots, and, where there is no GPU, copies between the tiers.
+            matching, eviction, slots; copies between the tiers don't.
         moved_bytes: Copied between the tiers, to host (`out`) and back (`in`); None without a host
             tier.
         tree: The knowledge tree's `/rag/stats`.
