@@ -19,7 +19,7 @@ _Number = TypeVar("_Number", int, float)
 # Defaults of a comparison that is meant, and of a first impression: 12 minutes on 2 cores with a
 # model of 135M parameters.
 FULL = {"loads": "0.5,0.8,0.95", "repeats": 5, "warm_up": 150, "requests": 100}
-QUICK = {"loads": "0.8", "repeats": 5, "warm_up": 60, "requests": 40}
+QUICK = {"loads": "0.8", "repeats": 5, "warm_up": 50, "requests": 28}
 AT_LEAST_ONE = (
     *("repeats", "requests", "output_tokens"),
     *("device_tokens", "host_tokens", "page_size", "chunk_tokens", "running_requests"),
