@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+logger = logging.getLogger(__name__)
+
+
 class PrefixAttnBackend(TorchNativeAttnBackend):
     """Attention over MHA, GQA and MLA pools on CPU; the rest is left to `torch_native`."""
 
@@ -41,6 +45,7 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
         # One for each request of an extend; None for a request without a cached prefix of its own.
         self._prefix_plans: list[GatherPlan | None] = []
         self._shared_plans: list[GatherPlan] = []
+        self._has_shared = False
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Look up the slots to read, once per forward pass for all layers."""
@@ -75,6 +80,9 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
     ) -> list[int]:
         """Plan what is read once for several requests; where each one's own reading begins."""
         ranges = find_shared_ranges(table, table_rows, lengths) if self._shares else []
+        if ranges and not self._has_shared:
+            self._has_shared = True
+            logger.info("From now on prefixes that requests share are read once for all of them.")
         own = [0] * len(lengths)
         queries = list(torch.arange(sum(new_lens)).split(list(new_lens))) if ranges else []
         self._shared_plans = []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rag_radix_kernels import reference, sglang_backend
+from rag_radix_kernels.options import SHARED_PREFIX
 from rag_radix_kernels.prefix_backend import PrefixAttnBackend
 from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
@@ -21,6 +24,7 @@ MAX_RELATIVE_ERROR = 1e-5  # float32; see test_prefix_attention
 PREFIX_LENS = (0, 70, 1, 16)
 NEW_LENS = (5, 1, 30, 2)
 QUERY_HEADS = 6
+EXTEND_PARAMETERS = ["self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache"]
 
 
 @pytest.fixture(autouse=True)
@@ -157,10 +161,76 @@ def test_what_is_not_covered_gives_what_torch_native_gives(options: dict[str, An
     assert torch.equal(*outputs)
 
 
-def test_a_gpu_is_refused_by_name() -> None:
-    runner = SimpleNamespace(device="cuda")
-    with pytest.raises(ValueError, match=r"rag_prefix runs on CPU only.*'cuda'"):
+def test_other_devices_than_cpu_and_cuda_are_refused_by_name() -> None:
+    runner = SimpleNamespace(device="xpu")
+    with pytest.raises(ValueError, match=r"rag_prefix runs on CPU and CUDA only.*'xpu'"):
         sglang_backend.create(runner)
+
+
+def _cuda_runner(*, mla: bool, speculative: bool) -> Any:
+    return SimpleNamespace(
+        device="cuda",
+        model_config=SimpleNamespace(has_attention_sinks=False),
+        use_mla_backend=mla,
+        spec_algorithm=SimpleNamespace(is_some=lambda: speculative),
+    )
+
+
+@pytest.mark.parametrize(
+    ("switch", "mla", "speculative"),
+    [("", False, False), ("0", False, False), ("1", True, False), ("1", False, True)],
+)
+def test_on_cuda_sglangs_flashinfer_serves_what_is_not_grouped(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    switch: str,
+    mla: bool,
+    speculative: bool,
+) -> None:
+    monkeypatch.setenv(SHARED_PREFIX, switch)
+    monkeypatch.setattr(sglang_backend, "create_flashinfer_backend", lambda runner: "stock")
+    runner = _cuda_runner(mla=mla, speculative=speculative)
+    assert sglang_backend.create(runner) == "stock"
+    assert ("has no effect" in caplog.text) == (mla or speculative)
+
+
+def test_the_name_flashinfer_is_ours_only_where_prefixes_are_to_be_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ATTENTION_BACKENDS, "flashinfer", "stock")
+    sglang_backend.register()
+    assert ATTENTION_BACKENDS["flashinfer"] == "stock"
+    monkeypatch.setenv(SHARED_PREFIX, "1")
+    sglang_backend.register()
+    assert ATTENTION_BACKENDS["flashinfer"] is sglang_backend.create_on_cuda
+
+
+def test_sglangs_flashinfer_backend_has_what_its_subclass_builds_on() -> None:
+    for method, parameters in {
+        "init_forward_metadata": ["self", "forward_batch"],
+        "init_forward_metadata_out_graph": ["self", "forward_batch", "in_capture"],
+        "_check_kv_attention_access": ["self", "phase", "access"],
+        "_kv_write_scales": ["self", "layer"],
+        "forward_extend": EXTEND_PARAMETERS,
+        "forward_decode": EXTEND_PARAMETERS,
+    }.items():
+        signature = inspect.signature(getattr(FlashInferAttnBackend, method))
+        assert list(signature.parameters) == parameters, method
+    source = inspect.getsource(FlashInferAttnBackend.__init__)
+    for attribute in (
+        "prefill_kv_access",
+        "decode_kv_access",
+        "indices_updater_prefill",
+        "prefill_wrapper_ragged",
+        "workspace_buffer",
+        "num_wrappers",
+        "enable_deterministic",
+        "is_dllm_model",
+        "prefill_uses_dequant_workspace",
+        "decode_uses_dequant_workspace",
+        "kv_index_translator",
+    ):
+        assert f"self.{attribute} = " in source, attribute
 
 
 def test_models_that_torch_native_would_get_wrong_are_refused_by_name() -> None:
