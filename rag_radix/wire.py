@@ -151,8 +151,8 @@ def spans(custom_params: object) -> Annotation | None:
         )
         if rag["unit"] != "token":
             return None
-        return Annotation(documents, rag["speculative"], rag["salt_from"])
-    except (KeyError, TypeError):
+        return Annotation(documents, rag["speculative"], rag.get("salt_from"))
+    except (AttributeError, KeyError, TypeError):
         return None
 
 
