@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from rag_radix.errors import ControlError
-from rag_radix.statistics import DocumentKey, namespace_name
+from rag_radix.statistics import namespace_name
 from rag_radix.wire import MAX_NAME_CHARS
 
 MAX_BODY_BYTES = 1 << 20
 NAMESPACE_FIELDS = ("namespace", "cache_salt", "extra_key")
+
+
+class NamedDocument(Protocol):
+    """What a selector asks of a document."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def namespace(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ class Selector:
     namespace: str | None = None
     newer_version: str | None = None
 
-    def matches(self, document: DocumentKey) -> bool:
+    def matches(self, document: NamedDocument) -> bool:
         if self.prefix is not None:
             named = document.id.startswith(self.prefix)
         else:
@@ -48,6 +59,12 @@ class Selector:
     def is_all(self) -> bool:
         """Whether it means prompts without documents, too."""
         return self.prefix == ""
+
+    def ids(self, known: Iterable[str]) -> list[str]:
+        """The ids that are meant, of all that are `known`."""
+        if self.prefix is not None:
+            return [id for id in known if id.startswith(self.prefix)]
+        return [] if self.id is None else [self.id]
 
     @property
     def is_everything(self) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from rag_radix.storage.segment import (
     SUFFIX,
@@ -32,6 +33,7 @@ _RESCAN_S = 0.5
 # Of the budget: made free beyond what is needed, so that not every write has to look for victims.
 _EVICTED_AHEAD = 0.02
 _LEFTOVER_S = 3600.0
+_K = TypeVar("_K")
 
 
 @dataclass(slots=True, eq=False)
@@ -74,11 +76,13 @@ class Promise:
         parent: By page, the one before it.
         mark: Hash of the last page of their node.
         names: Documents of the node.
+        namespace: Name of the one that it is in.
     """
 
     parent: dict[str, str | None]
     mark: str
     names: tuple[Name, ...]
+    namespace: str
 
 
 @dataclass(slots=True)
@@ -131,6 +135,8 @@ class SegmentFiles:
         self._segments: dict[str, Segment] = {}  # by file name
         self._pages: dict[str, Segment] = {}
         self._below: dict[str | None, list[Segment]] = {}
+        self._marked: dict[str, list[Segment]] = {}  # by mark
+        self._named: dict[str, set[str]] = {}  # marks by document, some of them gone
         self._promised: dict[str, Promise] = {}  # by page
         self._skipped: set[str] = set()
         self._scanned_s = 0.0
@@ -203,6 +209,9 @@ class SegmentFiles:
         for page in segment.header.hashes:
             self._pages[page] = segment
         self._below.setdefault(segment.header.parent, []).append(segment)
+        self._marked.setdefault(segment.header.mark, []).append(segment)
+        for name in segment.header.names:
+            self._named.setdefault(name.id, set()).add(segment.header.mark)
         self.bytes += segment.bytes
 
     def _forget(self, segment: Segment) -> None:
@@ -211,20 +220,33 @@ class SegmentFiles:
         for page in segment.header.hashes:
             if self._pages.get(page) is segment:
                 del self._pages[page]
-        siblings = self._below[segment.header.parent]
-        siblings.remove(segment)
-        if not siblings:
-            del self._below[segment.header.parent]
+        _drop(self._below, segment.header.parent, segment)
+        _drop(self._marked, segment.header.mark, segment)
         self.bytes -= segment.bytes
 
-    def names(self) -> dict[str, tuple[int, set[Name]]]:
-        """By last page of a node: its number of pages, and the documents that files name there."""
+    def documents(self) -> list[str]:
+        """The ids of all documents that files name."""
         with self._index:
-            headers = [segment.header for segment in self._segments.values()]
-        names: dict[str, tuple[int, set[Name]]] = {}
-        for header in headers:
-            names.setdefault(header.mark, (header.mark_pages, set()))[1].update(header.names)
-        return names
+            return list(self._named)
+
+    def named(self, id: str) -> list[tuple[str, int, tuple[Name, ...]]]:
+        """Nodes of which files say that the document is there: the last page of each, how many
+        pages it has, and all its documents."""
+        with self._index:
+            found = []
+            for mark in sorted(self._named.get(id, ())):
+                if mark in self._marked:
+                    header = self._marked[mark][0].header
+                    found.append((mark, header.mark_pages, self.names_at(mark)))
+                else:
+                    self._named[id].discard(mark)
+            return found
+
+    def names_at(self, mark: str) -> tuple[Name, ...]:
+        """The documents of a node, by its last page."""
+        with self._index:
+            names = [name for each in self._marked.get(mark, ()) for name in each.header.names]
+        return tuple(dict.fromkeys(names))
 
     # Reading
 
@@ -256,10 +278,16 @@ class SegmentFiles:
 
     # Writing
 
-    def promise(self, parent: str | None, hashes: Sequence[str], names: Sequence[Name]) -> None:
+    def promise(
+        self,
+        parent: str | None,
+        hashes: Sequence[str],
+        names: Sequence[Name],
+        namespace: str = "",
+    ) -> None:
         """Let the pages of a node be written, until they are or are discarded."""
         chain = dict(zip(hashes, (parent, *hashes[:-1]), strict=True))
-        promise = Promise(chain, hashes[-1], tuple(names))
+        promise = Promise(chain, hashes[-1], tuple(names), namespace)
         with self._index:
             self._promised.update(dict.fromkeys(hashes, promise))
 
@@ -285,6 +313,7 @@ class SegmentFiles:
                 mark=promise.mark,
                 mark_pages=len(promise.parent),
                 names=promise.names,
+                namespace=promise.namespace,
             )
             return self._write(header, pages[there:])
 
@@ -451,6 +480,10 @@ class SegmentFiles:
         gone: set[str] = set()
         with self._index:
             stack = [page for page, _ in ends]
+            for page in set(stack).difference(self._pages):
+                # Its end has left to keep the budget: all that is left of the node goes.
+                for segment in self._marked.get(page, ()):
+                    stack += segment.header.hashes
             while stack:
                 page = stack.pop()
                 if page not in gone:
@@ -465,12 +498,25 @@ class SegmentFiles:
                     above = self._before(above)
         return self.discard(gone)
 
+    def discard_namespace(self, namespace: str) -> int:
+        """Discard all that is in a namespace."""
+        with self._index:
+            segments = [s for s in self._segments.values() if s.header.namespace == namespace]
+            promised = [page for page, p in self._promised.items() if p.namespace == namespace]
+        return self.discard([*promised, *(segment.header.hashes[0] for segment in segments)])
+
     def clear(self) -> None:
         """Remove all files."""
         with self._writing, self._index:
             self._promised.clear()
             for segment in list(self._segments.values()):
                 self._remove(segment)
+
+
+def _drop(index: dict[_K, list[Segment]], key: _K, segment: Segment) -> None:
+    index[key].remove(segment)
+    if not index[key]:
+        del index[key]
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rag_radix.policies.base import Rank, TierName
-from rag_radix.statistics import DocumentKey, NodeStatistics
+from rag_radix.statistics import DocumentKey, NodeStatistics, namespace_name
 from rag_radix.storage.segment import Name
 
 if TYPE_CHECKING:
+    from rag_radix.control.selector import Selector
     from rag_radix.node import DocumentNode
 
 # About half a kilobyte each.
@@ -27,12 +28,24 @@ class Mark:
         node: The node, while it is in the tree.
     """
 
-    __slots__ = ("_forgotten", "_names", "_pages", "_ranks", "_statistics", "key", "node")
+    __slots__ = (
+        "_forgotten",
+        "_names",
+        "_namespace",
+        "_owner",
+        "_pages",
+        "_ranks",
+        "_statistics",
+        "key",
+        "node",
+    )
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, owner: Marks) -> None:
         self.key = key
+        self._owner = owner
         self.node: DocumentNode | None = None
         self._pages = 1
+        self._namespace = ""
         self._names: tuple[Name, ...] = ()
         self._forgotten = False
         self._statistics = NodeStatistics()
@@ -71,10 +84,18 @@ class Mark:
         node = self.node
         if node is not None:
             self._names, self._forgotten = self.names, self.names_forgotten
-            self._pages = self.pages
+            self._pages, self._namespace = self.pages, self.namespace
             self._statistics, self._ranks = node.statistics, node.ranks
             self._statistics.history = None
             self.node = None
+            self._owner.left(self)
+
+    @property
+    def namespace(self) -> str:
+        """Name of the one that the node is in."""
+        if self.node is None:
+            return self._namespace
+        return namespace_name(self.node.key.extra_key, self.node.key.cache_salt)
 
     def as_json(self) -> dict[str, Any]:
         statistics = self.statistics
@@ -82,6 +103,7 @@ class Mark:
             "key": self.key,
             "pages": self.pages,
             "names": self.names,
+            "namespace": self.namespace,
             "forgotten": self.names_forgotten,
             "priority": self.priority,
             "frequency": statistics.frequency,
@@ -91,10 +113,11 @@ class Mark:
         }
 
     @classmethod
-    def of_json(cls, fields: Mapping[str, Any]) -> Mark:
+    def of_json(cls, fields: Mapping[str, Any], owner: Marks) -> Mark:
         """Raises KeyError, TypeError or ValueError where something else was written."""
-        mark = cls(str(fields["key"]))
+        mark = cls(str(fields["key"]), owner)
         mark._pages = int(fields["pages"])
+        mark._namespace = str(fields["namespace"])
         mark._names = tuple(
             Name(str(id), str(version), str(namespace), int(tokens))
             for id, version, namespace, tokens in fields["names"]
@@ -120,6 +143,9 @@ class Marks:
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
         self._marks: OrderedDict[str, Mark] = OrderedDict()
+        # Of nodes that have left the tree: keys by document; entries may be older than what is.
+        self._named: dict[str, dict[str, None]] = {}
+        self._unclear: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._marks)
@@ -134,22 +160,47 @@ class Marks:
         self._marks[mark.key] = mark
         self._marks.move_to_end(mark.key)
         if len(self._marks) > self._capacity:
-            self._marks.popitem(last=False)
+            self.remove(next(iter(self._marks)))
 
     def attach(self, node: DocumentNode, key: str) -> Mark:
         """`node`, which ends with the page `key`, is stored and in the tree."""
         mark = self._marks.get(key)
         if mark is None or mark.node is not None:
-            mark = Mark(key)
+            mark = Mark(key, self)
             self.add(mark)
         mark.node = node
         return mark
 
+    def left(self, mark: Mark) -> None:
+        """The node of `mark` has left the tree, or isn't there yet."""
+        if self._marks.get(mark.key) is mark:
+            for name in mark.names:
+                self._named.setdefault(name.id, {})[mark.key] = None
+            if mark.names_forgotten:
+                self._unclear[mark.key] = None
+
+    def absent(self, selector: Selector) -> list[Mark]:
+        """Of nodes that aren't in the tree those that `selector` may mean."""
+        keys = dict(self._unclear)
+        for id in selector.ids(self._named):
+            keys.update(self._named.get(id, {}))
+        marks = [self._marks[key] for key in keys if key in self._marks]
+        return [mark for mark in marks if mark.node is None]
+
     def remove(self, key: str) -> None:
-        self._marks.pop(key, None)
+        mark = self._marks.pop(key, None)
+        if mark is not None and mark.node is None:
+            self._unclear.pop(key, None)
+            for name in mark.names:
+                if (keys := self._named.get(name.id)) is not None:
+                    keys.pop(key, None)
+                    if not keys:
+                        del self._named[name.id]
 
     def clear(self) -> None:
         self._marks.clear()
+        self._named.clear()
+        self._unclear.clear()
 
     def priority(self, key: str) -> float:
         """Of a node by its last page; the lowest there is where nothing is known."""

@@ -57,6 +57,7 @@ class Header:
         mark: Hash of the last page of the node that it was written for.
         mark_pages: Pages of that node.
         names: Its documents.
+        namespace: Name of the one that it is in.
     """
 
     identity: str
@@ -67,6 +68,7 @@ class Header:
     mark: str
     mark_pages: int
     names: tuple[Name, ...]
+    namespace: str = ""
 
 
 def file_name(hashes: Sequence[str]) -> str:

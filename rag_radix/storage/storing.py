@@ -20,6 +20,7 @@ from rag_radix.storage.backend import VerifiedFiles
 from rag_radix.storage.files import SegmentFiles
 from rag_radix.storage.identity import identity, identity_name, rank_name
 from rag_radix.storage.marks import Mark, Marks
+from rag_radix.storage.segment import Name
 from rag_radix.storage.sidecar import FORMAT_VERSION, Sidecar
 
 if TYPE_CHECKING:
@@ -156,7 +157,8 @@ class Storing:
         node.mark = self.marks.attach(node, hashes[-1])
         if self._files is not None and not self._tree.cache_controller.backup_skip:
             parent = node.parent.hash_value
-            self._files.promise(parent[-1] if parent else None, hashes, node.mark.names)
+            mark = node.mark
+            self._files.promise(parent[-1] if parent else None, hashes, mark.names, mark.namespace)
 
     def hot(self, path: Iterable[DocumentNode]) -> list[DocumentNode]:
         """What of `path` has been used often enough to be copied and stored ahead of eviction;
@@ -245,29 +247,48 @@ class Storing:
             if files is not None:
                 files.clear()
             return
-        page_size = tree.page_size
-        known = {} if files is None else files.names()
-        for mark in self.marks:
-            length, names = known.get(mark.key, (mark.pages, set()))
-            known[mark.key] = length, names | set(mark.names)
+        if selector.is_all and selector.namespace is not None:
+            for mark in self.marks:
+                if mark.node is None and mark.namespace == selector.namespace:
+                    self.marks.remove(mark.key)
+            if files is not None:
+                files.discard_namespace(selector.namespace)
         ends: list[tuple[str, int]] = []
-        kept: set[str] = set()
-        for key, (length, names) in known.items():
-            at = self.marks.get(key)
-            if at is not None and at.node is not None:
-                kept.add(key)  # the tree has decided
-                continue
-            goes = [name for name in names if selector.matches(name)]  # type: ignore[arg-type]
-            ends += [(key, -(-name.tokens // page_size) or length) for name in goes]
-            if at is not None and at.names_forgotten:
-                ends.append((key, length))
-            elif len(goes) < len(names):
-                kept.add(key)
+        for mark in self.marks.absent(selector):
+            found = self._ends(selector, mark.key, mark.pages, mark.names)
+            if mark.names_forgotten:
+                found.append((mark.key, mark.pages))
+            if found:
+                self.marks.remove(mark.key)  # by what all ranks know alike
+            ends += found
         if files is not None:
+            for id in selector.ids(files.documents()):
+                for key, length, names in files.named(id):
+                    ends += self._ends(selector, key, length, names)
             files.discard(pages)
-            files.discard_documents(ends, kept.__contains__)
-        for key, _ in ends:
-            self.marks.remove(key)
+            files.discard_documents(ends, lambda page: self._keeps(selector, page))
+
+    def _ends(
+        self, selector: Selector, key: str, pages: int, names: Iterable[Name]
+    ) -> list[tuple[str, int]]:
+        """Where documents end that `selector` means, and how many pages go with each, of a node
+        of `pages` that isn't in the tree."""
+        mark = self.marks.get(key)
+        if mark is not None and mark.node is not None:
+            return []  # the tree has decided
+        page_size = self._tree.page_size
+        return [
+            (key, -(-name.tokens // page_size) or pages) for name in names if selector.matches(name)
+        ]
+
+    def _keeps(self, selector: Selector, page: str) -> bool:
+        """Whether a document ends with `page` that `selector` doesn't mean."""
+        mark, files = self.marks.get(page), self._files
+        if mark is not None and mark.node is not None:
+            return True
+        names = () if files is None else files.names_at(page)
+        known = () if mark is None else mark.names
+        return any(not selector.matches(name) for name in (*names, *known))
 
     # Statistics
 
@@ -314,7 +335,7 @@ class Storing:
             saved = orjson.loads(text)
             if saved["format"] != FORMAT_VERSION:
                 raise ValueError(f"format {saved['format']}, not {FORMAT_VERSION}")
-            marks = [Mark.of_json(fields) for fields in saved["marks"]]
+            marks = [Mark.of_json(fields, self.marks) for fields in saved["marks"]]
             documents = {
                 (str(id), str(version), str(namespace)): int(count)
                 for id, version, namespace, count in saved["documents"]
@@ -326,6 +347,7 @@ class Storing:
             return
         for mark in marks:
             self.marks.add(mark)
+            self.marks.left(mark)
         tree.document_frequencies.restore(documents)
         tree.tree_core.continue_from(access_time)
         component = tree.component

@@ -96,3 +96,83 @@ def test_the_same_questions_hit_storage_after_a_stop_and_after_a_crash(tmp_path,
         assert_questions_hit_storage(server, prompts, answers)
         known = {d["id"]: d for d in server.get("/rag/documents")["documents"]}
         assert max(document["frequency"] for document in known.values()) > 2
+
+
+def test_what_was_invalidated_or_damaged_is_computed_anew_by_the_next_server(tmp_path):
+    model, files = make_tiny_llama(tmp_path / "model"), tmp_path / "files"
+    prompts = make_prompts(12, page_size=PAGE, chunk_tokens=128)
+    first = prompts[0].documents[0][0]
+    ends = {name: end for prompt in prompts for name, _, end in prompt.documents[:1]}
+    with running_server(model, *flags(files)) as server:
+        answers = cold_answers(server, prompts)
+        wait_until_written(server)
+        assert server.post("/rag/invalidate", {"id": first})["places"] > 0
+        end(server, signal.SIGKILL)
+    with running_server(model, *flags(files)) as server:
+        for prompt, expected in zip(prompts, answers, strict=True):
+            answer, tokens = from_storage(server, prompt)
+            assert answer == expected
+            if prompt.documents[0][0] == first:
+                assert tokens < ends[first]
+        assert storage(server)["read_pages"] > 0
+        wait_until_written(server)
+        end(server, signal.SIGKILL)
+    for path in files.glob("*/*/*.kv"):
+        whole = bytearray(path.read_bytes())
+        whole[-1] ^= 1
+        path.write_bytes(whole)
+    (path.parent / "foreign.kv").write_bytes(b"something else")
+    with running_server(model, *flags(files)) as server:
+        for prompt, expected in zip(prompts, answers, strict=True):
+            assert from_storage(server, prompt)[0] == expected
+        assert storage(server)["damaged_files"] > 1
+        assert "foreign.kv is skipped" in server.log()
+        assert_intact(server)
+
+
+def test_two_servers_with_one_directory_have_each_others_documents(tmp_path):
+    model, files = make_tiny_llama(tmp_path / "model"), tmp_path / "files"
+    prompts = make_prompts(12, page_size=PAGE, chunk_tokens=128)
+    with running_server(model, *flags(files)) as one, running_server(model, *flags(files)) as other:
+        answers = [ask(one, prompt).tokens for prompt in prompts[:6]]
+        answers += [ask(other, prompt).tokens for prompt in prompts[6:]]
+        wait_until_written(one)
+        wait_until_written(other)
+        assert_questions_hit_storage(one, prompts, answers)
+        assert_questions_hit_storage(other, prompts, answers)
+
+
+def test_two_ranks_read_and_invalidate_alike(tmp_path):
+    model, files = make_tiny_llama(tmp_path / "model"), tmp_path / "files"
+    prompts = make_prompts(12, page_size=PAGE, chunk_tokens=128)
+    # Every call into the tree is compared between the ranks, and a difference ends the server.
+    env = {
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    }
+    first = prompts[0].documents[0][0]
+    with running_server(model, *flags(files), "--tp-size", "2", env=env) as server:
+        answers = cold_answers(server, prompts)
+        wait_until_written(server)
+        end(server, signal.SIGTERM)
+    assert len({path.parent.name for path in files.glob("*/*/*.kv")}) == 2
+    victim = sorted(files.glob("*/rank-1-of-2/*.kv"))[3]
+    victim.write_bytes(victim.read_bytes()[:-1])  # one rank lacks what the other has
+    with running_server(model, *flags(files), "--tp-size", "2", env=env) as server:
+        assert_questions_hit_storage(server, prompts, answers)
+        server.post("/rag/invalidate", {"id": first})
+        for prompt, expected in zip(prompts, answers, strict=True):
+            assert from_storage(server, prompt)[0] == expected
+        assert_intact(server)
+
+
+def test_a_directory_that_cannot_be_used_costs_only_the_hits(tmp_path):
+    model, files = make_tiny_llama(tmp_path / "model"), tmp_path / "files"
+    files.write_text("a file where a directory should be")
+    prompts = make_prompts(6, page_size=PAGE, chunk_tokens=128)
+    with running_server(model, *flags(files)) as server:
+        answers = cold_answers(server, prompts)
+        assert [ask(server, prompt).tokens for prompt in prompts] == answers
+        assert server.log().count("can't be used") == 1
+        assert server.log().count("can't be written") == 0
+        assert_intact(server)

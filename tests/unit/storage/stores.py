@@ -15,22 +15,27 @@ DEADLINE_S = 20.0
 
 
 @contextmanager
-def server(directory: Path, **options: Any) -> Iterator[Store]:
-    """A server that keeps its files in `directory`. It ends as if killed, unless it is stopped."""
+def server(directory: Path, *, waits_s: float | None = None, **options: Any) -> Iterator[Store]:
+    """A server that keeps its files in `directory` and waits for what it reads, or for `waits_s`.
+    It ends as if killed, unless it is stopped."""
     from sglang.srt.runtime_context import get_parallel
 
     config = {"store_after": 1, **options.pop("policy_config", {})}
     ranks = {"tp_rank": 0, "pp_rank": 0, "attn_dcp_rank": 0}
+    extra = {
+        "prefetch_threshold": 1,
+        "file_storage_path": str(directory),
+        "prefetch_timeout_base": waits_s or 0,
+        "prefetch_timeout_per_ki_token": 0,
+    }
     with (
         get_parallel().override(**ranks),
         harness(
             **{"device_tokens": 1000, "host_tokens": 2000, **options},
             policy_config=config,
             hicache_storage_backend="file",
-            hicache_storage_backend_extra_config=json.dumps(
-                {"prefetch_threshold": 1, "file_storage_path": str(directory)}
-            ),
-            hicache_storage_prefetch_policy="wait_complete",
+            hicache_storage_backend_extra_config=json.dumps(extra),
+            hicache_storage_prefetch_policy="wait_complete" if waits_s is None else "timeout",
         ) as h,
     ):
         store = Store(h)
@@ -68,7 +73,15 @@ class Store:
         self.h.finish(req)
         self.settle()
         self.h.check()
+        if self.tree.prefetch_stop_policy == "wait_complete":
+            self.check_host()
         return req
+
+    def check_host(self) -> None:
+        """While nothing is read, each host slot is free or a node's."""
+        pool = self.tree.cache_controller.mem_pool_host
+        held = sum(len(node.key) for node in self.h.nodes() if node.backuped)
+        assert held + self.tree.swap_out.host_slots.available_tokens == pool.logical_size
 
     def begin(self, req: Any) -> None:
         """As the scheduler does when a request comes to the queue."""

@@ -129,6 +129,14 @@ def test_a_document_goes_with_its_own_pages_and_not_with_a_head_that_others_shar
     assert [opened(tmp_path).count([h]) for h in "shz"] == [1, 0, 0]
 
 
+def test_a_document_whose_end_has_left_goes_all_the_same(tmp_path):
+    files = opened(tmp_path)
+    store(files, "a", "b", "c", "d", names=[doc("long", 4)])
+    files.discard(["c"])
+    files.discard_documents([("d", 4)], lambda page: False)
+    assert opened(tmp_path).count(["a"]) == 0
+
+
 def test_a_page_at_which_another_document_ends_stays(tmp_path):
     files = opened(tmp_path)
     store(files, "a", "b", "c", names=[doc("long", 3)], batch=3)
@@ -137,8 +145,13 @@ def test_a_page_at_which_another_document_ends_stays(tmp_path):
 
 
 def test_names_of_documents_are_in_the_files(tmp_path):
-    store(opened(tmp_path), "a", "b", "c", names=[doc("long", 3), doc("alias", 1)])
-    assert opened(tmp_path).names() == {"c": (3, {doc("long", 3), doc("alias", 1)})}
+    names = (doc("long", 3), doc("alias", 1))
+    store(opened(tmp_path), "a", "b", "c", names=names)
+    files = opened(tmp_path)
+    assert sorted(files.documents()) == ["alias", "long"]
+    assert files.named("alias") == [("c", 3, names)]
+    files.discard(["a"])
+    assert files.named("alias") == []
 
 
 def size_of_one(tmp_path):

@@ -9,6 +9,7 @@ from unit.storage.stores import server
 from unit.tree.prompts import DOCUMENT_TOKENS, SYSTEM, document, prompt
 
 from rag_radix.control.selector import Selector
+from rag_radix.statistics import namespace_name
 
 SYSTEM_TOKENS = len(SYSTEM)
 SYSTEM_AND_ONE = SYSTEM_TOKENS + DOCUMENT_TOKENS
@@ -154,3 +155,16 @@ def test_new_weights_read_nothing_of_the_old_ones(tmp_path):
     for weights, tokens in ((1.0, 0), (2.0, SYSTEM_AND_ONE)):
         with server(tmp_path, weights=weights, policy_config={"store_after": 9}) as after:
             assert after.ask(prompt("a", question=2)).from_storage == tokens
+
+
+def test_a_tenant_goes_with_all_that_it_has_asked(tmp_path):
+    with server(tmp_path) as first:
+        for salt in ("one", "other"):
+            first.ask(prompt("a"), cache_salt=salt)
+            first.ask((prompt("a")[0], ()), cache_salt=salt)
+    with server(tmp_path) as second:
+        invalidate(second, prefix="", namespace=namespace_name(None, "one"))
+    assert b"one" not in b"".join(path.read_bytes() for path in tmp_path.glob("*/*/*.kv"))
+    with server(tmp_path) as third:
+        assert third.ask(prompt("a", question=1), cache_salt="one").from_storage == 0
+        assert third.ask(prompt("a", question=1), cache_salt="other").from_storage > 0
