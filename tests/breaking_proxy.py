@@ -33,6 +33,9 @@ class BreakingProxy:
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def hears(self, asked: bytes) -> None:
+        """Called with each request, for subclasses."""
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -59,6 +62,7 @@ class _Pair:
     def _ask(self) -> None:
         with contextlib.suppress(OSError):
             while asked := _request(self._client):
+                self._proxy.hears(asked)
                 is_cut = asked.startswith(b"POST /generate ") and self._proxy.cuts
                 self._left = self._proxy.cuts.pop(0) if is_cut else None
                 self._server.sendall(asked)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rag_radix_frontend.retrieve import rag_retrieve
     from rag_radix_frontend.retrieved_text import RetrievedText
     from rag_radix_frontend.retriever import FaissRetriever, Retriever, ScoredDocument, Stage
+    from rag_radix_frontend.routing import ROUTING_HEADER, routing_key
     from rag_radix_frontend.staged_hnsw import StagedHNSW
     from rag_radix_frontend.staged_ivf import StagedIVF
 
@@ -56,11 +57,14 @@ _MODULES = {
     "build_index": "build",
     "chat_retrievals": "chat_pipeline",
     "load_encoder": "encoders",
+    "ROUTING_HEADER": "routing",
     "rag_retrieve": "retrieve",
+    "routing_key": "routing",
     "retrieve_and_generate": "chat_pipeline",
 }
 
 __all__ = [
+    "ROUTING_HEADER",
     "CallableEncoder",
     "CallableRetriever",
     "Document",
@@ -85,6 +89,7 @@ __all__ = [
     "load_encoder",
     "rag_retrieve",
     "retrieve_and_generate",
+    "routing_key",
 ]
 
 

@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -62,12 +62,14 @@ class Connections:
         stream: bool = False,
         timeout_s: float | None = None,
         once: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:
         """The reply to a POST of `data` as JSON, or to a GET where there is none.
 
         It has `status_code`, `json()` and `text`, and with `stream` `iter_lines()` and `close()`,
         as replies of the package requests have. With `timeout_s`, the server has so long for each
-        of its steps. Behind a proxy SGLang's client is used, which knows no such limit.
+        of its steps. Behind a proxy SGLang's client is used, which knows no such limit and no
+        `headers` beyond the usual ones.
 
         The server may see a request twice, on a kept connection that it closed without a reply and
         on the next one, unless it is to be sent `once`.
@@ -82,13 +84,20 @@ class Connections:
         method = "GET" if data is None else "POST"
         body = None if data is None else orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS)
         with _system_errors():
-            reply = self._exchange(method, self._path + route, body, timeout_s, once)
+            all_headers = {**self._headers, **headers} if headers else self._headers
+            reply = self._exchange(method, self._path + route, body, all_headers, timeout_s, once)
             if not stream:
                 reply.read()
             return reply
 
     def _exchange(
-        self, method: str, path: str, body: bytes | None, timeout_s: float | None, once: bool
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+        once: bool,
     ) -> _Reply:
         while True:
             connection = self._take()
@@ -98,7 +107,7 @@ class Connections:
                     connection = self._connect(timeout_s)
                 assert connection.sock is not None
                 connection.sock.settimeout(timeout_s)
-                connection.request(method, path, body, self._headers)
+                connection.request(method, path, body, headers)
                 return _Reply(connection, self._give_back)
             except BaseException as error:
                 if connection is not None:

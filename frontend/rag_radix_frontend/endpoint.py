@@ -27,6 +27,7 @@ from rag_radix_frontend.promotion import Promoter
 from rag_radix_frontend.replies import check_result, events, message
 from rag_radix_frontend.retries import DEFAULT_RETRIES, Attempts, Retries, is_transient
 from rag_radix_frontend.retrieval_report import RetrievalReport
+from rag_radix_frontend.routing import routing_headers
 from rag_radix_frontend.run_ahead import Call, Method
 from rag_radix_frontend.sglang_lang import own_params
 from rag_radix_frontend.speculation import Speculation
@@ -74,7 +75,19 @@ class RagEndpoint(RuntimeEndpoint):
         *,
         strict: bool = False,
         retries: Retries = DEFAULT_RETRIES,
+        routing_documents: int = 0,
     ) -> None:
+        """The first three are `sgl.RuntimeEndpoint`'s.
+
+        Args:
+            strict: Have the server refuse requests whose documents it can't place.
+            retries: When to ask again.
+            routing_documents: By how many of their leading documents requests are told apart for
+                SGLang's router (`ROUTING_HEADER`); 0 doesn't tell it.
+        """
+        if routing_documents < 0:
+            raise ArgumentError(f"routing_documents must not be negative: {routing_documents}")
+        self._routing_documents = routing_documents
         self._retries = retries
         self._attempted(
             base_url,
@@ -147,7 +160,7 @@ class RagEndpoint(RuntimeEndpoint):
                 request = progress.next_request(
                     partial(self._prompt_ids, s, data["text"]), self._decode
                 )
-                with self._sending(s, request), contextlib.closing(self._sent(request)) as reply:
+                with self._sending(s, request), contextlib.closing(self._sent(s, request)) as reply:
                     for event in events(reply):
                         check_result(event)
                         yield progress.add(event)
@@ -197,12 +210,12 @@ class RagEndpoint(RuntimeEndpoint):
 
     def _ask(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
         with self._sending(s, data):
-            result = self._sent(data).json()
+            result = self._sent(s, data).json()
         for one in result if isinstance(result, list) else [result]:
             check_result(one)
         return result
 
-    def _sent(self, data: dict[str, Any]) -> Any:
+    def _sent(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
         return self._checked(
             self._connections.request(
                 "/generate",
@@ -210,6 +223,7 @@ class RagEndpoint(RuntimeEndpoint):
                 stream=data.get("stream", False),
                 timeout_s=self._retries.silence_s,
                 once=True,
+                headers=routing_headers(s.text_, self._routing_documents),
             )
         )
 
