@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rag_radix.profile.command import add_profile_command
     from rag_radix.replay.plan import add_plan_command
     from rag_radix.replay.simulate import add_simulate_command
+    from rag_radix.selftest.command import add_selftest_command
 
     parser = argparse.ArgumentParser(
         prog="rag-radix", description="RAG serving on SGLang that reads a document once."
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_plan_command(commands)
     add_bench_command(commands, arguments)
     add_control_commands(commands)
+    add_selftest_command(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

@@ -1,0 +1,115 @@
+"""The ways in which a prompt can be answered, each compared with a cold cache."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from rag_radix.selftest.comparison import Round
+from rag_radix.selftest.prompts import Prompt
+from rag_radix.selftest.server import Answer
+
+CONCURRENCY = 12
+# A policy may keep what is asked often: so much is computed besides before it counts as staying.
+MOST_FILLS = 6
+FILL_PROMPT_TOKENS = 2000
+
+
+class Server(Protocol):
+    """What is asked of a server; `TestedServer` is one."""
+
+    def answer(self, prompt: Prompt, namespace: str) -> Answer: ...
+
+    def compute(self, prompts: Sequence[Sequence[int]], namespace: str) -> None: ...
+
+
+def run_rounds(
+    server: Server,
+    prompts: Sequence[Prompt],
+    *,
+    margin: float,
+    device_tokens: int,
+    prompt_tokens: int,
+    has_host_tier: bool,
+    vocabulary: Sequence[int],
+    fill_limit_tokens: int,
+    on_round: Callable[[Round], None] = lambda _: None,
+) -> list[Round]:
+    """Ask every prompt in every way.
+
+    Args:
+        server: Is asked.
+        prompts: What is asked.
+        margin: See `Round`.
+        device_tokens: Size of the device tier.
+        prompt_tokens: Longest prompt the server takes.
+        has_host_tier: Whether prefixes can go to host.
+        vocabulary: Token ids for prompts that push others out.
+        fill_limit_tokens: So many of them at most are computed for that.
+        on_round: Called with each round that has ended.
+    """
+    run = uuid.uuid4().hex
+    shared = f"{run}-shared"
+    cold = [server.answer(p, f"{run}-cold-{i}") for i, p in enumerate(prompts)]
+    rounds = []
+
+    def end(round_: Round, *answers: Sequence[Answer]) -> None:
+        for batch in answers:
+            round_.compare(prompts, batch, cold, margin=margin)
+        rounds.append(round_)
+        on_round(round_)
+
+    def alone(namespace: str) -> list[Answer]:
+        return [server.answer(prompt, namespace) for prompt in prompts]
+
+    def together(namespace: str) -> list[Answer]:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            return list(pool.map(lambda prompt: server.answer(prompt, namespace), prompts))
+
+    end(
+        Round("cold again"),
+        [server.answer(p, f"{run}-again-{i}") for i, p in enumerate(prompts)],
+    )
+    end(Round("behind cached documents"), alone(shared))
+    end(Round("cached as a whole"), alone(shared))
+    end(Round("many at once, cold"), together(f"{run}-burst"))
+    end(Round("many at once, cached"), together(shared), together(shared))
+    from_host = Round("loaded back from host")
+    if not has_host_tier:
+        from_host.skipped = "the server has no host tier"
+    elif device_tokens > fill_limit_tokens:
+        from_host.skipped = (
+            f"the device tier of {device_tokens:,} tokens is more than --fill-tokens allows to fill"
+        )
+    else:
+        size = min(FILL_PROMPT_TOKENS, prompt_tokens, device_tokens // 4)
+        if _push_out(server, prompts[0], shared, vocabulary, size, device_tokens):
+            end(from_host, alone(shared), together(shared))
+            return rounds
+        from_host.skipped = "nothing went to host, however much was computed besides"
+    end(from_host)
+    return rounds
+
+
+def _push_out(
+    server: Server,
+    prompt: Prompt,
+    namespace: str,
+    vocabulary: Sequence[int],
+    size_tokens: int,
+    device_tokens: int,
+) -> bool:
+    """Compute other prompts until `prompt` has to be loaded back from host."""
+    rng = random.Random(0)
+    for _ in range(2 * MOST_FILLS):
+        fills = [
+            rng.choices(vocabulary, k=size_tokens)
+            for _ in range(device_tokens // (2 * size_tokens) + 1)
+        ]
+        server.compute(fills, f"{namespace}-fill")
+        if server.answer(prompt, namespace).host_hit:
+            return True
+    return False
