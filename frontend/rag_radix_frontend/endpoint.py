@@ -157,9 +157,7 @@ class RagEndpoint(RuntimeEndpoint):
         progress, attempts = StreamProgress(data), self._attempts(s)
         while not progress.is_finished:
             try:
-                request = progress.next_request(
-                    partial(self._prompt_ids, s, data["text"]), self._decode
-                )
+                request = progress.next_request(_Tokens(self, s, data["text"]))
                 with self._sending(s, request), contextlib.closing(self._sent(s, request)) as reply:
                     for event in events(reply):
                         check_result(event)
@@ -243,13 +241,13 @@ class RagEndpoint(RuntimeEndpoint):
             return
         if self._in_flight.is_speculative(s):
             raise error
-        if progress is not None and progress.text and is_transient(error):
-            if not self._retries.continues:
-                why_final = "with Retries(continues=True) it would have gone on"
-                raise attempts.broken_off(error, len(progress.text), why_final) from error
-            if (obstacle := progress.obstacle()) is not None:
-                why_final = f"an answer with {obstacle} can't go on elsewhere"
-                raise attempts.broken_off(error, len(progress.text), why_final) from error
+        if (
+            progress is not None
+            and progress.text
+            and is_transient(error)
+            and not self._retries.continues
+        ):
+            raise attempts.broken_off(error, len(progress.text)) from error
         attempts.failed(error)
 
     def _attempted(self, url: str, ask: Callable[[], _T]) -> _T:
@@ -259,16 +257,6 @@ class RagEndpoint(RuntimeEndpoint):
                 return ask()
             except Exception as error:
                 attempts.failed(error)
-
-    def _prompt_ids(self, s: StreamExecutor, prompt: str) -> list[int]:
-        """The tokens of a state's prompt, which the server computes and keeps by the way."""
-        data = {"text": prompt, "sampling_params": {"max_new_tokens": 0}}
-        ids: list[int] = self._ask(s, {**data, "return_prompt_token_ids": True})["prompt_token_ids"]
-        return ids
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._post("/detokenize", {"tokens": list(ids)}, _TIMEOUT_S).json()["text"]
-        return text
 
     @contextlib.contextmanager
     def _sending(self, s: StreamExecutor, data: dict[str, Any]) -> Iterator[None]:
@@ -362,3 +350,27 @@ def _annotate(data: dict[str, Any], strict: bool, speculative: bool) -> None:
         data["sampling_params"] = [{**params, "custom_params": one} for one in annotations]
     else:
         params["custom_params"] = annotations[0]
+
+
+class _Tokens:
+    """What a server tells of the tokens of a state's request."""
+
+    def __init__(self, endpoint: RagEndpoint, s: StreamExecutor, prompt: str) -> None:
+        self._endpoint, self._s, self._prompt = endpoint, s, prompt
+
+    def prompt_ids(self) -> list[int] | None:
+        # The server computes and keeps the prompt by the way.
+        params = {"max_new_tokens": 0}
+        data = {"text": self._prompt, "sampling_params": params, "return_prompt_token_ids": True}
+        ids: list[int] | None = self._endpoint._ask(self._s, data).get("prompt_token_ids")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str | None:
+        try:
+            reply = self._endpoint._post("/detokenize", {"tokens": list(ids)}, _TIMEOUT_S)
+        except RequestError as error:
+            if is_transient(error):
+                raise
+            return None  # a router has no such route
+        text: str = reply.json()["text"]
+        return text

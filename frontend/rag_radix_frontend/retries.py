@@ -36,7 +36,8 @@ class Retries:
         silence_s: How long the server may be silent, in a stream between two of its pieces,
             otherwise until the whole answer; None for as long as it likes.
         continues: Let a stream of which the program has seen something go on from there;
-            otherwise that it broke off is an error.
+            otherwise that it broke off is an error. An answer that was drawn at random and can't
+            be taken up where it was is an error too.
 
     Raises:
         ArgumentError: a value is out of its range.
@@ -111,11 +112,12 @@ class Attempts:
         )
         self._pause(pause_s)
 
-    def broken_off(self, error: Exception, chars: int, why_final: str) -> ConnectionLost:
-        """The error for a stream that can't go on after so many characters."""
+    def broken_off(self, error: Exception, chars: int) -> ConnectionLost:
+        """The error for a stream that may not go on after so many characters."""
         return ConnectionLost(
             f"{self._url} broke off after {chars} characters of an answer, in attempt "
-            f"{self._failures + 1}, with {_cause(error)}; {why_final}",
+            f"{self._failures + 1}, with {_cause(error)}; with Retries(continues=True) it "
+            "would have gone on",
             _status(error),
         )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from rag_radix_frontend.errors import RequestError
 
 # With these the server treats what it has generated otherwise than a prompt, so an answer can't
-# go on as part of one.
+# be taken up in the middle.
 _MADE_FOR_A_WHOLE = (
     "frequency_penalty",
     "presence_penalty",
@@ -17,6 +17,18 @@ _MADE_FOR_A_WHOLE = (
     "json_schema",
 )
 _HALF_A_CHARACTER = "\ufffd"
+
+
+class Tokens(Protocol):
+    """Asks the server for tokens; None where it doesn't tell."""
+
+    def prompt_ids(self) -> Sequence[int] | None:
+        """Of the prompt."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """The text of some."""
+        ...
 
 
 class _Mark(NamedTuple):
@@ -34,7 +46,9 @@ class StreamProgress:
 
     It goes on from its token ids, so it is the answer of an unbroken stream. It is taken up a
     little earlier where its last tokens are half a character, or where its text ends as a stop
-    string begins: a server looks for those in what it generates itself.
+    string begins: a server looks for those in what it generates itself. Where the server doesn't
+    tell the tokens, or the request is for an answer as a whole, it begins again, and what the
+    program has got is left out.
 
     Attributes:
         text: What the program has got.
@@ -82,38 +96,39 @@ class StreamProgress:
             self.text = text
         return text[got:], meta_info
 
-    def obstacle(self) -> str | None:
-        """What of the request keeps its answer from being taken up, if anything does."""
-        params = self._data["sampling_params"]
-        for name in _MADE_FOR_A_WHOLE:
-            if params.get(name):
-                return name
-        return next((n for n in ("return_logprob", "image_data") if self._data.get(n)), None)
+    def next_request(self, server: Tokens) -> dict[str, Any]:
+        """The request that begins the answer, begins it again or takes it up."""
+        later_part = self._later_part(server) if self.text and not self._is_whole() else None
+        if later_part is None:
+            self._take_up(_BEGINNING)
+        return later_part or self._data
 
-    def next_request(
-        self, prompt_ids: Callable[[], Sequence[int]], decode: Callable[[Sequence[int]], str]
-    ) -> dict[str, Any]:
-        """The request that begins the answer, or takes it up.
-
-        Args:
-            prompt_ids: Asks the server for the tokens of the prompt.
-            decode: Asks the server for the text of some tokens.
-        """
-        self._taken_up = self._last_settled(decode) if self.text else _BEGINNING
-        del self._marks[1 + next(i for i, m in enumerate(self._marks) if m == self._taken_up) :]
-        if not self.text:
-            return self._data
-        tokens = self._taken_up.tokens
+    def _later_part(self, server: Tokens) -> dict[str, Any] | None:
+        mark = self._last_settled(server)
+        prompt_ids = server.prompt_ids() if mark is not None else None
+        if mark is None or prompt_ids is None:
+            return None
+        self._take_up(mark)
         params = {k: v for k, v in self._data["sampling_params"].items() if k != "custom_params"}
         for name in ("max_new_tokens", "min_new_tokens"):
             if params.get(name):
-                params[name] = max(0, params[name] - tokens)
+                params[name] = max(0, params[name] - mark.tokens)
         request = {name: value for name, value in self._data.items() if name != "text"}
-        request["input_ids"] = [*prompt_ids(), *self._ids[:tokens]]
+        request["input_ids"] = [*prompt_ids, *self._ids[: mark.tokens]]
         request["sampling_params"] = params
         return request
 
-    def _last_settled(self, decode: Callable[[Sequence[int]], str]) -> _Mark:
+    def _take_up(self, mark: _Mark) -> None:
+        self._taken_up = mark
+        del self._marks[self._marks.index(mark) + 1 :]
+
+    def _is_whole(self) -> bool:
+        params = self._data["sampling_params"]
+        return any(params.get(name) for name in _MADE_FOR_A_WHOLE) or any(
+            self._data.get(name) for name in ("return_logprob", "image_data")
+        )
+
+    def _last_settled(self, server: Tokens) -> _Mark | None:
         params = self._data["sampling_params"]
         stops = params.get("stop") or ()
         most_chars = len(self.text) - _begun(
@@ -121,14 +136,14 @@ class StreamProgress:
         )
         # The last token that is allowed is left to the next request, which then says so.
         most_tokens = (params.get("max_new_tokens") or len(self._ids) + 1) - 1
-        for mark in reversed(self._marks):
-            is_possible = mark.chars <= most_chars and mark.tokens <= most_tokens
-            if mark == _BEGINNING or (is_possible and self._is_whole(mark, decode)):
-                return mark
-        raise AssertionError("the beginning is always among the marks")
-
-    def _is_whole(self, mark: _Mark, decode: Callable[[Sequence[int]], str]) -> bool:
-        return not decode(self._ids[: mark.tokens]).endswith(_HALF_A_CHARACTER)
+        for mark in reversed(self._marks[1:]):
+            if mark.tokens and mark.chars <= most_chars and mark.tokens <= most_tokens:
+                text = server.decode(self._ids[: mark.tokens])
+                if text is None:
+                    return None
+                if not text.endswith(_HALF_A_CHARACTER):
+                    return mark
+        return None
 
 
 def _begun(text: str, stops: Sequence[str]) -> int:

@@ -164,12 +164,23 @@ def test_an_answer_that_goes_on_otherwise_is_none(
 
 
 @pytest.mark.parametrize("param", [{"frequency_penalty": 0.5}, {"regex": ".*"}])
-def test_what_must_be_generated_as_a_whole_does_not_go_on(
+def test_what_is_generated_as_a_whole_begins_again_and_what_was_shown_is_left_out(
     tokens: TokenServer, proxy: BreakingProxy, param: dict[str, Any]
 ) -> None:
     proxy.cuts = [2000]
-    with pytest.raises(ConnectionLost, match=f"an answer with {next(iter(param))} can't"):
-        answer(endpoint(proxy.url, GOING_ON), stream=True, **param)
+    unbroken = answer(endpoint(tokens.url), **param)
+    tokens.generating.clear()
+    assert answer(endpoint(proxy.url, GOING_ON), stream=True, **param) == unbroken
+    assert all("text" in body for body in tokens.generating)
+
+
+def test_so_does_an_answer_of_a_server_that_does_not_tell_tokens(
+    tokens: TokenServer, proxy: BreakingProxy
+) -> None:
+    tokens.tells_tokens = False
+    proxy.cuts = [2000]
+    assert answer(endpoint(proxy.url, GOING_ON), stream=True)[0] == SCRIPT
+    assert all("text" in body for body in tokens.generating)
 
 
 def test_a_server_that_comes_back_is_asked_again(tokens: TokenServer) -> None:

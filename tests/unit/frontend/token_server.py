@@ -26,6 +26,7 @@ class TokenServer:
         generating: The requests that were to generate something.
         statuses: Answers to the next requests; 200 is the ordinary one.
         stalls_after: Where generation stops until `go_on` is set, `stalled` saying so.
+        tells_tokens: It has the route for the text of tokens.
     """
 
     def __init__(self, script: str = "", port: int = 0) -> None:
@@ -34,6 +35,7 @@ class TokenServer:
         self.aborted: list[str] = []
         self.statuses: list[int] = []
         self.stalls_after: int | None = None
+        self.tells_tokens = True
         self.stalled = threading.Event()
         self.go_on = threading.Event()
         self._prompt_tokens = 0
@@ -63,6 +65,8 @@ class TokenServer:
                 if self.path == "/abort_request":
                     server.aborted.append(body["rid"])
                     self._send(200, {})
+                elif self.path == "/detokenize" and not server.tells_tokens:
+                    self._send(404, {"error": "no route"})
                 elif self.path == "/detokenize":
                     self._send(200, {"text": bytes(body["tokens"]).decode(errors="replace")})
                 elif server.statuses and (status := server.statuses.pop(0)) != 200:
