@@ -222,7 +222,7 @@ class KnowledgeTree(UnifiedRadixCache):
         if not (self._is_alone and self._rests()):
             super().check_hicache_events()
             if self.enable_storage:
-                self.storing.save_if_due()
+                self.storing.poll()
         self.control.unlocked()
 
     def _rests(self) -> bool:
@@ -398,6 +398,12 @@ class KnowledgeTree(UnifiedRadixCache):
         done: tuple[bool, str] = super().detach_storage_backend()
         if not self.enable_storage:
             self.storing.detached()
+        return done
+
+    def clear_storage_backend(self) -> bool:
+        done: bool = super().clear_storage_backend()
+        if done:
+            self.storing.cleared()
         return done
 
     def release_host_resources(self) -> None:

@@ -131,6 +131,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
                 "hicache_write_policy",
             ),
             "detach_storage_backend": ("self",),
+            "clear_storage_backend": ("self",),
             "release_host_resources": ("self",),
             "is_backuped": ("self", "node_id"),
             "write_backup_storage": ("self", "node_id"),

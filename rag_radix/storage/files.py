@@ -33,6 +33,8 @@ _RESCAN_S = 0.5
 # Of the budget: made free beyond what is needed, so that not every write has to look for victims.
 _EVICTED_AHEAD = 0.02
 _LEFTOVER_S = 3600.0
+_RETRY_S = 30.0
+_LONGEST_RETRY_S = 960.0
 _K = TypeVar("_K")
 
 
@@ -142,6 +144,8 @@ class SegmentFiles:
         self._scanned_s = 0.0
         self._scanned_mtime_ns = -1
         self._said = _Warned()
+        self._retry_s = _RETRY_S
+        self._retry_at_s: float | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(directory, time.time() - _LEFTOVER_S)
@@ -304,9 +308,13 @@ class SegmentFiles:
             if promise is None or None in promises or there == len(hashes):
                 return True
             rest = tuple(hashes[there:])
+            parent = promise.parent[rest[0]]
+            if parent is not None and parent not in self._pages:
+                self._gave_up(promise)  # nothing would reach it
+                return True
             header = Header(
                 identity=self._identity,
-                parent=promise.parent[rest[0]],
+                parent=parent,
                 hashes=rest,
                 digests=(),
                 page_bytes=len(pages[0]),
@@ -315,22 +323,19 @@ class SegmentFiles:
                 names=promise.names,
                 namespace=promise.namespace,
             )
-            return self._write(header, pages[there:])
+            return self._write(promise, header, pages[there:])
 
-    def _write(self, header: Header, pages: Sequence[memoryview]) -> bool:
+    def _write(self, promise: Promise, header: Header, pages: Sequence[memoryview]) -> bool:
         header = replace(header, digests=tuple(map(page_digest, pages)))
         path = self.directory / file_name(header.hashes)
         if not self._make_room(header):
+            self._gave_up(promise)
             return True
         try:
             size = write_segment(path, header, pages)
         except OSError as error:
             self.counters.failed_writes += 1
-            with self._index:  # what follows is of no use without these pages
-                promise = self._promised.get(header.mark)
-                for page in () if promise is None else promise.parent:
-                    if self._promised.get(page) is promise:
-                        del self._promised[page]
+            self._gave_up(promise)
             return not self._said.warn(
                 "write",
                 "Storage: nothing can be written to %s%s; what isn't there is computed again. %s",
@@ -346,6 +351,28 @@ class SegmentFiles:
         self.counters.written_pages += len(pages)
         self.counters.written_bytes += size
         return True
+
+    def _gave_up(self, promise: Promise) -> None:
+        """A part of a node isn't written: what follows in it is of no use."""
+        with self._index:
+            for page in promise.parent:
+                if self._promised.get(page) is promise:
+                    del self._promised[page]
+            if self._retry_at_s is None:
+                self._retry_at_s = time.monotonic() + self._retry_s
+
+    def is_to_try_again(self) -> bool:
+        """Whether it is time to write again what was given up; longer each time until nothing
+        is."""
+        with self._index:
+            if self._retry_at_s is None:
+                self._retry_s = _RETRY_S
+                return False
+            if time.monotonic() < self._retry_at_s:
+                return False
+            self._retry_at_s = None
+            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+            return True
 
     # Leaving
 

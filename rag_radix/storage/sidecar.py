@@ -31,6 +31,7 @@ class Sidecar:
         self._thread: threading.Thread | None = None
         self._next_s = time.monotonic() + _INTERVAL_S
         self._has_warned = False
+        self._known = b""  # digest of what this server has read or written
 
     def read(self) -> bytes:
         """The verified text; empty where there is none, or one that is damaged."""
@@ -44,29 +45,41 @@ class Sidecar:
         if digest != _digest(text):
             logger.warning("Storage: %s is damaged and is ignored", self._path)
             return b""
+        self._known = digest
         return text
+
+    def _read_others(self) -> bytes:
+        """What another server has written since; empty where there is none."""
+        try:
+            digest, _, text = self._path.read_bytes().partition(b"\n")
+        except OSError:
+            return b""
+        return text if digest != self._known and digest == _digest(text) else b""
 
     def is_due(self) -> bool:
         """Whether it is time to write again."""
         at_rest = self._thread is None or not self._thread.is_alive()
         return at_rest and time.monotonic() >= self._next_s
 
-    def write(self, collect: Callable[[], dict[str, Any]]) -> None:
-        """Write what `collect`, called on the thread, returns."""
+    def write(self, collect: Callable[[bytes], dict[str, Any]]) -> None:
+        """Write what `collect`, called on the thread with what another server has written
+        meanwhile, returns."""
         self._thread = threading.Thread(target=self._write, args=(collect,), daemon=True)
         self._thread.start()
 
-    def finish(self, collect: Callable[[], dict[str, Any]]) -> None:
+    def finish(self, collect: Callable[[bytes], dict[str, Any]]) -> None:
         """Write for the last time, after what is being written."""
         if self._thread is not None:
             self._thread.join(_FINISH_S)
         self._write(collect)
 
-    def _write(self, collect: Callable[[], dict[str, Any]]) -> None:
+    def _write(self, collect: Callable[[bytes], dict[str, Any]]) -> None:
         started = time.monotonic()
-        text = orjson.dumps(collect(), default=list)  # of a named tuple
+        text = orjson.dumps(collect(self._read_others()), default=list)  # of a named tuple
+        digest = _digest(text)
         try:
-            write_atomically(self._path, (_digest(text), b"\n", text))
+            write_atomically(self._path, (digest, b"\n", text))
+            self._known = digest
             self._has_warned = False
         except OSError as error:
             if not self._has_warned:

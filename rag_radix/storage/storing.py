@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FINISH_S = 8.0
+# Between the passes in which ranks agree on writing again what could not be written.
+_POLLS = 512
 # SGLang's, which counts as left open, and ours: a document is often shorter.
 _SGLANG_LEAST_TOKENS = 256
 _LEAST_TOKENS = 32
@@ -54,6 +56,7 @@ class Storing:
         self._files: SegmentFiles | None = None
         self._sidecar: Sidecar | None = None
         self._saved_time = 0
+        self._polls = 0
 
     # Beginning and end
 
@@ -166,27 +169,42 @@ class Storing:
         uses = self._tree.settings.store_after
         return [node for node in path if node.mark is None and node.statistics.frequency >= uses]
 
+    def cleared(self) -> None:
+        """The backend has nothing any more."""
+        for node in self._tree.tree_core.nodes():
+            node.mark = None
+        self.marks.clear()
+
+    def _store_again(self) -> None:
+        """Write what is missing of all that has a copy on host."""
+        tree, nodes = self._tree, self._tree.tree_core.nodes()
+        for node in nodes:
+            if node.mark is not None:
+                node.mark.left()
+                node.mark = None
+        for node in nodes:
+            if node.backuped and node.write_through_pending_id is None:
+                tree.write_backup_storage(node.id)
+
     # In
 
     def restored(self, node: DocumentNode, req: Any) -> None:
         """`node` has come from storage for `req`: cut it where nodes were, name it and give it the
         statistics that it had."""
         tree, core = self._tree, self._tree.tree_core
-        pieces = [node]
+        there = core.path_to(node.id)[:-1]
         done = 0
         for end in [i for i, page in enumerate(node.hash_value[:-1], 1) if self.marks.get(page)]:
-            pieces.insert(-1, tree._split(node, (end - done) * core.page_size))
+            tree._split(node, (end - done) * core.page_size)
             done = end
-        path = core.path_to(node.id)
-        if req is None:
-            for piece in pieces:
-                piece.names_forgotten = True
-        else:
+        if req is not None:
             retrieval = Retrieval.of(req, tree.settings.max_depth)
-            path = [each for each, _ in tree._cut_and_name(retrieval, path, req)]
-        first = path.index(pieces[0]) if pieces[0] in path else 0
-        for piece in path[first:]:
-            if piece.mark is None:
+            tree._cut_and_name(retrieval, core.path_to(node.id), req)
+        path = core.path_to(node.id)
+        for piece in path:
+            if piece not in there:
+                if req is None:
+                    piece.names_forgotten = True
                 self._recall(piece)
         for above, below in zip(path[-2::-1], path[:0:-1], strict=True):
             above.statistics.frequency = max(above.statistics.frequency, below.statistics.frequency)
@@ -209,7 +227,8 @@ class Storing:
     def _rename(self, node: DocumentNode, mark: Mark) -> None:
         key = node.key
         namespace = namespace_name(key.extra_key, key.cache_salt)
-        path = self._tree.tree_core.path_to(node.id)
+        core = self._tree.tree_core
+        path = core.path_to(node.id)
         lengths = set(accumulate(above.statistics.tokens for above in reversed(path)))
         for name in mark.names:
             if name.namespace != namespace:
@@ -292,13 +311,23 @@ class Storing:
 
     # Statistics
 
-    def save_if_due(self) -> None:
+    def poll(self) -> None:
+        """A scheduling pass begins; on all ranks, and on each as often."""
+        self._save_if_due()
+        self._polls += 1
+        if self._polls % _POLLS == 0:
+            is_due = torch.tensor(int(self._files is not None and self._files.is_to_try_again()))
+            self._tree._all_reduce_attn_groups(is_due, torch.distributed.ReduceOp.MAX)
+            if is_due:
+                self._store_again()
+
+    def _save_if_due(self) -> None:
         sidecar, now = self._sidecar, self._tree.tree_core.access_time
         if sidecar is not None and self._saved_time != now and sidecar.is_due():
             self._saved_time = now
             sidecar.write(self._snapshot())
 
-    def _snapshot(self) -> Callable[[], dict[str, Any]]:
+    def _snapshot(self) -> Callable[[bytes], dict[str, Any]]:
         """What there is to save now, in a form that another thread can finish."""
         tree, files = self._tree, self._files
         marks = list(self.marks)
@@ -310,12 +339,21 @@ class Storing:
             "host_clock": tree.component.host.clock.evicted,
         }
 
-        def collect() -> dict[str, Any]:
-            stored = [mark for mark in marks if files is None or mark.key in files]
+        def collect(others: bytes) -> dict[str, Any]:
+            stored = {mark.key: mark.as_json() for mark in marks if _has(files, mark.key)}
+            counts = dict(documents())
+            if others:
+                theirs = orjson.loads(others)
+                for fields in theirs["marks"]:
+                    if _has(files, fields["key"]):
+                        stored.setdefault(fields["key"], fields)
+                for id, version, namespace, count in theirs["documents"]:
+                    key = id, version, namespace
+                    counts[key] = max(counts.get(key, 0), count)
             return {
                 **state,
-                "marks": [mark.as_json() for mark in stored],
-                "documents": [(*key, count) for key, count in documents()],
+                "marks": list(stored.values()),
+                "documents": [(*key, count) for key, count in counts.items()],
             }
 
         return collect
@@ -364,3 +402,7 @@ class Storing:
             "known_nodes": len(self.marks),
             **asdict(files.counters),
         }
+
+
+def _has(files: SegmentFiles | None, page: str) -> bool:
+    return files is None or page in files

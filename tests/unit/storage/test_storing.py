@@ -246,3 +246,28 @@ def test_any_requests_and_restarts_leave_every_kv_right(tmp_path, policy):
             if rng.random() < 0.5:
                 store.stop()
     assert from_storage > 0
+
+
+def test_what_was_cleared_is_written_again(tmp_path):
+    with server(tmp_path) as store:
+        store.ask(prompt("a"))
+        assert store.tree.clear_storage_backend()
+        assert list(tmp_path.glob("*/*/*.kv")) == []
+        evict(store)
+        store.ask(prompt("a", question=1))
+    with server(tmp_path) as second:
+        assert second.ask(prompt("a", question=2)).from_storage == 0
+
+
+def test_servers_that_share_a_directory_keep_each_others_statistics(tmp_path):
+    with server(tmp_path) as one, server(tmp_path) as other:
+        for question in range(3):
+            one.ask(prompt("a", question=question))
+        other.ask(prompt("b"))
+        one.stop()
+        other.stop()
+    with server(tmp_path) as third:
+        third.ask(prompt("a", question=8))
+        third.ask(prompt("b", question=9))
+        frequencies = {n: third.h.ends()[n].statistics.document_frequency for n in "ab"}
+        assert frequencies == {"a": 4, "b": 2}
