@@ -24,9 +24,9 @@ Vector: TypeAlias = np.ndarray[tuple[int], np.dtype[np.integer]]
 BLOCK_TOKENS = 64
 # Longer contexts are compared in longer blocks, so that a plan's cost has a bound.
 MAX_BLOCKS = 256
-# Reads that a range must save, in keys, before it is read apart: a further product and a merge
-# cost as much as this many keys. `benchmarks/bench_shared_prefix.py --thresholds` measures it.
-MIN_SAVED_KEYS = 1024
+# Reads that a range must save, in keys, before it is read apart on CPU, where a further product and
+# a merge cost as much as some 1,500: what `benchmarks/bench_shared_prefix.py --thresholds` shows.
+MIN_SAVED_KEYS = 2048
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ MAX_RELATIVE_ERROR = {
     torch.float16: 4 * 2.0**-12,
 }
 QUERY_HEADS, KV_HEADS, DIM = 6, 2, 32
-SYSTEM, DOC, NEXT = ("system", 150), ("doc", 1203), ("next", 800)
+SYSTEM, DOC, NEXT = ("system", 250), ("doc", 2203), ("next", 2100)
 
 
 def _q(i: int, tokens: int = 40) -> tuple[str, int]:
@@ -42,9 +42,9 @@ GROUPS: dict[str, list[Path]] = {
     "three levels": [
         (SYSTEM, DOC, NEXT, _q(0, 500)),
         (SYSTEM, DOC, _q(1)),
-        (SYSTEM, ("other", 1500), _q(2)),
+        (SYSTEM, ("other", 2500), _q(2)),
         (SYSTEM, DOC, NEXT, _q(3, 1)),
-        (SYSTEM, ("other", 1500), NEXT, _q(4, 300)),
+        (SYSTEM, ("other", 2500), NEXT, _q(4, 300)),
         (_q(5, 2),),
         *((SYSTEM, _q(i)) for i in range(6, 14)),
     ],
@@ -202,7 +202,7 @@ def _reads_of_slots(monkeypatch: pytest.MonkeyPatch, batch: Batch) -> Counter[in
 def test_a_shared_slot_is_read_once_for_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch([(DOC, ("own", 40 + i), _q(i)) for i in range(6)])
     read = _reads_of_slots(monkeypatch, batch)
-    shared = batch.slots[0][1:1203].tolist()  # the first is also what padding repeats
+    shared = batch.slots[0][1 : DOC[1]].tolist()  # the first is also what padding repeats
     assert {read[slot] for slot in shared} == {2}  # its key and its value
 
 
