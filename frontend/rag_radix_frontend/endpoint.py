@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
@@ -14,26 +12,18 @@ from sglang.lang.interpreter import ProgramState, StreamExecutor
 from sglang.lang.ir import SglSamplingParams
 
 from rag_radix_frontend.connections import Connections
-from rag_radix_frontend.errors import (
-    ArgumentError,
-    RequestError,
-    SpeculationEnded,
-    SpeculationRefused,
-)
+from rag_radix_frontend.errors import ArgumentError
 from rag_radix_frontend.gate import Gate
 from rag_radix_frontend.in_flight import InFlight
 from rag_radix_frontend.pipeline import Speculator
 from rag_radix_frontend.promotion import Promoter
-from rag_radix_frontend.replies import check_result, events, message
-from rag_radix_frontend.retries import DEFAULT_RETRIES, Attempts, Retries, is_transient
+from rag_radix_frontend.replies import checked
+from rag_radix_frontend.retries import DEFAULT_RETRIES, Attempts, Retries
 from rag_radix_frontend.retrieval_report import RetrievalReport
-from rag_radix_frontend.routing import routing_headers
 from rag_radix_frontend.run_ahead import Call, Method
+from rag_radix_frontend.sending import Sender, annotate
 from rag_radix_frontend.sglang_lang import own_params
 from rag_radix_frontend.speculation import Speculation
-from rag_radix_frontend.stream_progress import StreamProgress
-from rag_radix_frontend.wire import ENDED, REFUSED, placed_annotation
-from rag_radix_frontend.workers import WORKERS
 
 _T = TypeVar("_T")
 
@@ -87,7 +77,6 @@ class RagEndpoint(RuntimeEndpoint):
         """
         if routing_documents < 0:
             raise ArgumentError(f"routing_documents must not be negative: {routing_documents}")
-        self._routing_documents = routing_documents
         self._retries = retries
         self._attempted(
             base_url,
@@ -100,6 +89,15 @@ class RagEndpoint(RuntimeEndpoint):
         self._strict = strict
         self._connections = Connections(base_url, api_key, verify)
         self._in_flight = InFlight(self._abort)
+        self._sender = Sender(
+            base_url,
+            self._connections,
+            self._in_flight,
+            abort=self._abort,
+            retries=retries,
+            strict=strict,
+            routing_documents=routing_documents,
+        )
         self.speculator = Speculator(
             Gate(self._room), self._in_flight, Promoter(self._promote), self._identity
         )
@@ -154,18 +152,7 @@ class RagEndpoint(RuntimeEndpoint):
             return
         data = {**self._payload(s, sampling_params), "stream": True}
         self._add_images(s, data)
-        progress, attempts = StreamProgress(data), self._attempts(s)
-        while not progress.is_finished:
-            try:
-                request = progress.next_request(_Tokens(self, s, data["text"]))
-                with self._sending(s, request), contextlib.closing(self._sent(s, request)) as reply:
-                    for event in events(reply):
-                        check_result(event)
-                        yield progress.add(event)
-                return
-            except Exception as error:
-                if not progress.is_finished:
-                    self._failed(s, attempts, error, progress)
+        yield from self._sender.streamed(s, data)
 
     def select(
         self,
@@ -199,56 +186,7 @@ class RagEndpoint(RuntimeEndpoint):
     # The base class's select() sends its requests through here.
     def _generate_http_request(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
         self._add_images(s, data)
-        attempts = self._attempts(s)
-        while True:
-            try:
-                return self._ask(s, dict(data))
-            except Exception as error:
-                self._failed(s, attempts, error)
-
-    def _ask(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
-        with self._sending(s, data):
-            result = self._sent(s, data).json()
-        for one in result if isinstance(result, list) else [result]:
-            check_result(one)
-        return result
-
-    def _sent(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
-        return self._checked(
-            self._connections.request(
-                "/generate",
-                data,
-                stream=data.get("stream", False),
-                timeout_s=self._retries.silence_s,
-                once=True,
-                headers=routing_headers(s.text_, self._routing_documents),
-            )
-        )
-
-    def _attempts(self, s: StreamExecutor) -> Attempts:
-        url = self.base_url + "/generate"
-        return Attempts(self._retries, url, partial(self._in_flight.pause, s))
-
-    def _failed(
-        self,
-        s: StreamExecutor,
-        attempts: Attempts,
-        error: Exception,
-        progress: StreamProgress | None = None,
-    ) -> None:
-        """A request of a state has failed: returns when another one is due, or raises."""
-        if attempts.costs_nothing(error):
-            return
-        if self._in_flight.is_speculative(s):
-            raise error
-        if (
-            progress is not None
-            and progress.text
-            and is_transient(error)
-            and not self._retries.continues
-        ):
-            raise attempts.broken_off(error, len(progress.text)) from error
-        attempts.failed(error)
+        return self._sender.whole(s, data)
 
     def _attempted(self, url: str, ask: Callable[[], _T]) -> _T:
         attempts = Attempts(self._retries, url)
@@ -257,22 +195,6 @@ class RagEndpoint(RuntimeEndpoint):
                 return ask()
             except Exception as error:
                 attempts.failed(error)
-
-    @contextlib.contextmanager
-    def _sending(self, s: StreamExecutor, data: dict[str, Any]) -> Iterator[None]:
-        """Give a request its ids and annotations, and count it as running meanwhile."""
-        batch = data.get("text", data.get("input_ids"))
-        count = len(batch) if isinstance(batch, list) and not isinstance(batch[0], int) else None
-        with self._in_flight.sending(s, count or 1) as ticket:
-            data["rid"] = ticket.rids[0] if count is None else ticket.rids
-            _annotate(data, self._strict, ticket.speculative)
-            try:
-                yield
-            except OSError as error:
-                # The server may not know that nobody waits for it any longer.
-                if not isinstance(error, ConnectionRefusedError):
-                    WORKERS.start(partial(self._give_up, ticket.rids))
-                raise
 
     def _kept(self, s: StreamExecutor, method: Method, *arguments: Any) -> Speculation | None:
         """The speculation that answers this call of a state, if it has one that does."""
@@ -296,12 +218,12 @@ class RagEndpoint(RuntimeEndpoint):
             data = self._payload(call.state, own_params(call.arguments[0]))
             asked = None
         self._add_images(call.state, data)
-        _annotate(data, self._strict, speculative=False)
+        annotate(data, self._strict, speculative=False)
         return call.method, data, asked
 
     def _room(self) -> int:
         """How many speculations the server would take now."""
-        pool = self._checked(self._connections.request("/rag/pool", timeout_s=_TIMEOUT_S)).json()
+        pool = checked(self._connections.request("/rag/pool", timeout_s=_TIMEOUT_S)).json()
         return max(1, pool["max_prefill_bs"] - pool["waiting"]) if pool["accepts"] else 0
 
     def _promote(self, rids: list[str]) -> Mapping[str, str]:
@@ -312,65 +234,12 @@ class RagEndpoint(RuntimeEndpoint):
             states |= reply["rids"]
         return states
 
-    def _give_up(self, rids: list[str]) -> None:
-        with contextlib.suppress(Exception):
-            for rid in rids:
-                self._abort(rid)
-
     def _abort(self, rid: str) -> None:
         self._post("/abort_request", {"rid": rid}, timeout_s=_TIMEOUT_S)
 
     def _post(self, route: str, data: dict[str, Any], timeout_s: float | None = None) -> Any:
-        return self._checked(self._connections.request(route, data, timeout_s=timeout_s))
+        return checked(self._connections.request(route, data, timeout_s=timeout_s))
 
-    def _checked(self, response: Any) -> Any:
-        self._assert_success(response)
-        return response
-
+    # What the base class asks goes through here.
     def _assert_success(self, res: Any) -> None:
-        try:
-            super()._assert_success(res)
-        except RuntimeError as error:
-            if (said := message(error.args[0])).startswith(REFUSED):
-                raise SpeculationRefused(said) from None
-            if said.startswith(ENDED):
-                raise SpeculationEnded(said) from None
-            raise RequestError(
-                f"the server refused the request: {error}", res.status_code
-            ) from None
-
-
-def _annotate(data: dict[str, Any], strict: bool, speculative: bool) -> None:
-    text, params = data.get("text"), data["sampling_params"]
-    texts = text if isinstance(text, list) else [text]
-    annotations = [placed_annotation(one, strict=strict, speculative=speculative) for one in texts]
-    if not any(annotations):
-        return
-    if isinstance(text, list):
-        data["sampling_params"] = [{**params, "custom_params": one} for one in annotations]
-    else:
-        params["custom_params"] = annotations[0]
-
-
-class _Tokens:
-    """What a server tells of the tokens of a state's request."""
-
-    def __init__(self, endpoint: RagEndpoint, s: StreamExecutor, prompt: str) -> None:
-        self._endpoint, self._s, self._prompt = endpoint, s, prompt
-
-    def prompt_ids(self) -> list[int] | None:
-        # The server computes and keeps the prompt by the way.
-        params = {"max_new_tokens": 0}
-        data = {"text": self._prompt, "sampling_params": params, "return_prompt_token_ids": True}
-        ids: list[int] | None = self._endpoint._ask(self._s, data).get("prompt_token_ids")
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str | None:
-        try:
-            reply = self._endpoint._post("/detokenize", {"tokens": list(ids)}, _TIMEOUT_S)
-        except RequestError as error:
-            if is_transient(error):
-                raise
-            return None  # a router has no such route
-        text: str = reply.json()["text"]
-        return text
+        checked(res)

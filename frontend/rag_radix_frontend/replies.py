@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 from rag_radix_frontend.errors import (
@@ -13,6 +14,27 @@ from rag_radix_frontend.errors import (
     SpeculationRefused,
 )
 from rag_radix_frontend.wire import ENDED, REFUSED
+
+_SPECULATION = ((REFUSED, SpeculationRefused), (ENDED, SpeculationEnded))
+
+
+def checked(reply: Any) -> Any:
+    """The reply, where its status says that the server did as it was asked.
+
+    Raises:
+        RequestError: it didn't.
+    """
+    if reply.status_code == HTTPStatus.OK:
+        return reply
+    try:
+        content = reply.json()
+    except ValueError:
+        content = reply.text
+    said = message(content)
+    for prefix, kind in _SPECULATION:
+        if said.startswith(prefix):
+            raise kind(said)
+    raise RequestError(f"the server refused the request: {content}", reply.status_code)
 
 
 def message(content: Any) -> str:
@@ -56,7 +78,7 @@ def check_result(result: dict[str, Any]) -> None:
     reason = result["meta_info"].get("finish_reason")
     if reason and reason["type"] == "abort":
         said = reason.get("message") or ""
-        for prefix, kind in ((REFUSED, SpeculationRefused), (ENDED, SpeculationEnded)):
+        for prefix, kind in _SPECULATION:
             if said.startswith(prefix):
                 raise kind(said, result["meta_info"])
         raise RequestAborted(

@@ -134,7 +134,7 @@ def test_a_broken_stream_is_raised(stub: Any, event: str, message: str) -> None:
         def close(self) -> None:
             pass
 
-    backend._sent = lambda state, data: Body()  # type: ignore[method-assign]
+    backend._sender._reply = lambda state, data: Body()  # type: ignore[method-assign]
     state = answer.run(backend=backend, stream=True)
     with pytest.raises(RequestError, match=message):
         list(state.text_iter())

@@ -1,0 +1,180 @@
+"""The requests of states for `/generate`: their ids, their annotations, and their attempts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from rag_radix_frontend.connections import Connections
+from rag_radix_frontend.errors import RequestError
+from rag_radix_frontend.in_flight import InFlight
+from rag_radix_frontend.replies import check_result, checked, events
+from rag_radix_frontend.retries import Attempts, Retries, is_transient
+from rag_radix_frontend.routing import routing_headers
+from rag_radix_frontend.stream_progress import StreamProgress
+from rag_radix_frontend.wire import placed_annotation
+from rag_radix_frontend.workers import WORKERS
+
+# For what a server answers without computing anything.
+_TIMEOUT_S = 60.0
+
+
+class Sender:
+    """Sends what states ask of `/generate`, and again what breaks off, unless it is a guess.
+
+    Each attempt has ids of its own, and those of the one before are aborted, so a request has one
+    answer at most.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        connections: Connections,
+        in_flight: InFlight,
+        *,
+        abort: Callable[[str], None],
+        retries: Retries,
+        strict: bool,
+        routing_documents: int,
+    ) -> None:
+        self._url = base_url + "/generate"
+        self._connections = connections
+        self._in_flight = in_flight
+        self._abort = abort
+        self._retries = retries
+        self._strict = strict
+        self._routing_documents = routing_documents
+
+    def whole(self, state: Any, data: dict[str, Any]) -> Any:
+        """The answer to a request.
+
+        Raises:
+            RequestError: the server refused it, or gave none (`ConnectionLost`).
+        """
+        attempts = self._attempts(state)
+        while True:
+            try:
+                return self.once(state, dict(data))
+            except Exception as error:
+                self._failed(state, attempts, error)
+
+    def streamed(self, state: Any, data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The pieces of an answer as they come, each with the server's account so far.
+
+        Raises:
+            RequestError: as of a whole one.
+        """
+        progress, attempts = StreamProgress(data), self._attempts(state)
+        tokens = _Tokens(self, state, data)
+        while not progress.is_finished:
+            try:
+                request = progress.next_request(tokens)
+                with self._sending(state, request), self._stream(state, request) as reply:
+                    for event in events(reply):
+                        check_result(event)
+                        yield progress.add(event)
+                return
+            except Exception as error:
+                if progress.is_finished:  # only the end of the stream was lost
+                    return
+                may_go_on = self._retries.continues or not progress.text
+                if not may_go_on and is_transient(error):
+                    raise attempts.broken_off(error, len(progress.text)) from error
+                self._failed(state, attempts, error)
+
+    def once(self, state: Any, data: dict[str, Any]) -> Any:
+        """The answer to a request that is sent once."""
+        with self._sending(state, data):
+            result = self._reply(state, data).json()
+        for one in result if isinstance(result, list) else [result]:
+            check_result(one)
+        return result
+
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """The text of some tokens; None where the server, a router perhaps, doesn't say."""
+        asked = {"tokens": list(ids)}
+        try:
+            reply = checked(self._connections.request("/detokenize", asked, timeout_s=_TIMEOUT_S))
+        except RequestError as error:
+            if is_transient(error):
+                raise
+            return None
+        text: str = reply.json()["text"]
+        return text
+
+    def _attempts(self, state: Any) -> Attempts:
+        return Attempts(self._retries, self._url, partial(self._in_flight.pause, state))
+
+    def _failed(self, state: Any, attempts: Attempts, error: Exception) -> None:
+        """Returns when another attempt is due, or raises."""
+        if attempts.costs_nothing(error):
+            return
+        if self._in_flight.is_speculative(state):
+            raise error
+        attempts.failed(error)
+
+    @contextlib.contextmanager
+    def _sending(self, state: Any, data: dict[str, Any]) -> Iterator[None]:
+        """Give a request its ids and annotations, and count it as running meanwhile."""
+        batch = data.get("text", data.get("input_ids"))
+        count = len(batch) if isinstance(batch, list) and not isinstance(batch[0], int) else None
+        with self._in_flight.sending(state, count or 1) as ticket:
+            data["rid"] = ticket.rids[0] if count is None else ticket.rids
+            annotate(data, self._strict, ticket.speculative)
+            try:
+                yield
+            except OSError as error:
+                # The server may not know that nobody waits for it any longer.
+                if not isinstance(error, ConnectionRefusedError):
+                    WORKERS.start(partial(self._give_up, ticket.rids))
+                raise
+
+    def _give_up(self, rids: list[str]) -> None:
+        with contextlib.suppress(Exception):
+            for rid in rids:
+                self._abort(rid)
+
+    def _stream(self, state: Any, data: dict[str, Any]) -> contextlib.closing[Any]:
+        return contextlib.closing(self._reply(state, data))
+
+    def _reply(self, state: Any, data: dict[str, Any]) -> Any:
+        return checked(
+            self._connections.request(
+                "/generate",
+                data,
+                stream=data.get("stream", False),
+                timeout_s=self._retries.silence_s,
+                once=True,
+                headers=routing_headers(state.text_, self._routing_documents),
+            )
+        )
+
+
+class _Tokens:
+    """What the server tells of the tokens of a state's request."""
+
+    def __init__(self, sender: Sender, state: Any, data: dict[str, Any]) -> None:
+        self._sender, self._state, self._prompt = sender, state, data["text"]
+        self.decode = sender.decode
+
+    def prompt_ids(self) -> list[int] | None:
+        # The server computes and keeps the prompt by the way.
+        params = {"max_new_tokens": 0}
+        data = {"text": self._prompt, "sampling_params": params, "return_prompt_token_ids": True}
+        ids: list[int] | None = self._sender.once(self._state, data).get("prompt_token_ids")
+        return ids
+
+
+def annotate(data: dict[str, Any], strict: bool, speculative: bool) -> None:
+    """Have a request say where its documents are, and whether it is a guess."""
+    text, params = data.get("text"), data["sampling_params"]
+    texts = text if isinstance(text, list) else [text]
+    annotations = [placed_annotation(one, strict=strict, speculative=speculative) for one in texts]
+    if not any(annotations):
+        return
+    if isinstance(text, list):
+        data["sampling_params"] = [{**params, "custom_params": one} for one in annotations]
+    else:
+        params["custom_params"] = annotations[0]
