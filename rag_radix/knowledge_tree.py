@@ -39,8 +39,6 @@ from rag_radix.swap_out import SwapOut
 from rag_radix.tree_core import KnowledgeTreeCore
 
 _FULL = ComponentType.FULL
-# Names of one node: a client may name the same tokens differently in every request.
-_NAMES_KEPT = 8
 # Of the waiting queue, however long it is.
 _WAITING_CONSIDERED = 128
 
@@ -291,7 +289,7 @@ class KnowledgeTree(UnifiedRadixCache):
             # A document within one page has no node of its own.
             if since < last <= start and first < last:
                 document = retrieval.document_key(index)
-                self._name(ends[last], Occurrence(document, last - first))
+                self.tree_core.name(ends[last], Occurrence(document, last - first))
                 self.control.named(ends[last], document)
         unmarked = [
             index
@@ -302,8 +300,8 @@ class KnowledgeTree(UnifiedRadixCache):
             document, span = retrieval.document_key(index), documents[index]
             for node, end in path:
                 overlaps = end > span.start and end - node.statistics.tokens < span.end
-                if overlaps and document not in node.unmarked_documents:
-                    node.unmarked_documents = (*node.unmarked_documents, document)
+                if overlaps:
+                    self.tree_core.note_unmarked(node, document)
         return path
 
     def _split(self, node: DocumentNode, tokens: int) -> DocumentNode:
@@ -311,15 +309,6 @@ class KnowledgeTree(UnifiedRadixCache):
         if action is not None:
             self._apply_cache_action(action)
         return upper
-
-    @staticmethod
-    def _name(node: DocumentNode, occurrence: Occurrence) -> None:
-        if occurrence not in node.occurrences:
-            node.names_forgotten |= len(node.occurrences) == _NAMES_KEPT
-            node.occurrences = (*node.occurrences, occurrence)[-_NAMES_KEPT:]
-        while node.parent is not None and node.is_tail:
-            node.is_tail = False
-            node = node.parent
 
     @staticmethod
     def _mark_matched(

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from rag_radix.namespaces import run_at
-from rag_radix.node import DocumentNode
+from rag_radix.node import DocumentNode, Occurrence
+from rag_radix.places import Places
 from rag_radix.sglang_compat import ComponentType, MatchResult, RadixKey, compute_node_hash_values
+from rag_radix.statistics import DocumentKey
 from rag_radix.tier_moves import TierMoves
 
 if TYPE_CHECKING:
     from rag_radix.storage.marks import Marks
 
 _FULL = ComponentType.FULL
+# Names of one node: a client may name the same tokens differently in every request.
+_NAMES_KEPT = 8
 
 
 class Extension(NamedTuple):
@@ -40,6 +44,7 @@ class KnowledgeTreeCore(TierMoves):
         splits: Nodes cut in two.
         marks: Of the nodes that a storage backend has, where there is one.
         arrivals: What has come from it and wasn't taken notice of.
+        places: Where documents are.
     """
 
     run_at = staticmethod(run_at)
@@ -49,11 +54,13 @@ class KnowledgeTreeCore(TierMoves):
         self.splits = 0
         self.marks: Marks | None = None
         self.arrivals: list[DocumentNode] = []
+        self.places = Places(lambda: self._node_arena.values())
         super().__init__(params, components)
 
     def reset(self) -> None:
         self._component.reset_tiers(self.access_time)
         super().reset()
+        self.places.clear()
         self.observer.tree_reset()
 
     def advance(self) -> int:
@@ -86,6 +93,30 @@ class KnowledgeTreeCore(TierMoves):
             node = node.parent
         path.reverse()
         return path
+
+    # Documents
+
+    def name(self, node: DocumentNode, occurrence: Occurrence) -> None:
+        """A document ends at `node`."""
+        if occurrence not in node.occurrences:
+            if len(node.occurrences) == _NAMES_KEPT:
+                self.forget_names(node)
+            node.occurrences = (*node.occurrences, occurrence)[-_NAMES_KEPT:]
+            self.places.add(occurrence.document.id, node)
+        while node.parent is not None and node.is_tail:
+            node.is_tail = False
+            node = node.parent
+
+    def note_unmarked(self, node: DocumentNode, document: DocumentKey) -> None:
+        """A document lies at `node` and has none of its own."""
+        if document not in node.unmarked_documents:
+            node.unmarked_documents = (*node.unmarked_documents, document)
+            self.places.add(document.id, node)
+
+    def forget_names(self, node: DocumentNode) -> None:
+        """Documents end at `node` of which it isn't known which."""
+        node.names_forgotten = True
+        self.places.add_unknown(node)
 
     def hide(self, node: DocumentNode, key: Any) -> None:
         """Let no prompt find `node` and what is below it: from now on it has `key`, the same
@@ -246,7 +277,8 @@ class KnowledgeTreeCore(TierMoves):
         upper.statistics = child.statistics.copy()
         upper.is_tail = child.is_tail
         upper.matched = child.matched
-        upper.unmarked_documents = child.unmarked_documents
+        for document in child.unmarked_documents:
+            self.note_unmarked(upper, document)
         upper.host_copies = child.host_copies
         upper.host_reclaims = child.host_reclaims
         if child.mark is not None and self.marks is not None:

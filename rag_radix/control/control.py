@@ -68,6 +68,10 @@ class Control:
         """All nodes that a prompt could find, parents first."""
         return self._retirement.reachable()
 
+    def places(self, selector: Selector) -> Iterator[DocumentNode]:
+        """The reachable nodes at which documents may be that `selector` means."""
+        return self._retirement.places(selector)
+
     def is_retired(self, node: DocumentNode) -> bool:
         """Whether nothing finds `node`, and thus nothing below it, any more."""
         return self._retirement.is_retired(node)

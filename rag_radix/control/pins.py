@@ -269,7 +269,7 @@ class Pins:
         }
 
     def _ends(self, selector: Selector) -> list[DocumentNode]:
-        return [node for node in self._tree.control.reachable() if _names(node, [selector])]
+        return [node for node in self._tree.control.places(selector) if _names(node, [selector])]
 
     def _give_up(self, selectors: Sequence[Selector]) -> None:
         for selector in selectors:

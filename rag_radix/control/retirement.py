@@ -190,28 +190,45 @@ class Retirement:
                     yield child
                     stack.append(child)
 
+    def places(self, selector: Selector) -> Iterator[DocumentNode]:
+        """The reachable nodes at which documents may be that `selector` means."""
+        core = self._tree.tree_core
+        if selector.prefix is None:
+            found = core.places.of(selector.id or "")
+        else:
+            found = core.places.beginning_with(selector.prefix)
+        for node in found:
+            if core.has_node(node.id) and not self._is_below(node, self._tops, itself=True):
+                yield node
+
+    def _stays(self, node: DocumentNode, selector: Selector) -> bool:
+        """Whether `node` is part of a document that stays."""
+        stack = [(node, len(node.key))]
+        while stack:
+            node, tokens = stack.pop()
+            if node.id in self._tops:
+                continue
+            if not _goes(node, selector) and any(
+                occurrence.tokens >= tokens for occurrence in node.occurrences
+            ):
+                return True
+            stack += [(child, tokens + len(child.key)) for child in node.children.values()]
+        return False
+
     def _find(self, selector: Selector) -> list[DocumentNode]:
         """The topmost nodes of what is to go, none below another."""
         if selector.is_all:
             return list(self._topmost_of(selector.namespace))
         named: list[list[DocumentNode]] = []  # a chain for each place of a document that goes
-        kept: set[int] = set()  # nodes that are part of a document that stays
-        for node in self.reachable():
+        for node in self.places(selector):
             if any(map(selector.matches, node.unmarked_documents)):
                 named.append([node])
-            goes = node.names_forgotten or any(
-                selector.matches(occurrence.document) for occurrence in node.occurrences
-            )
-            for occurrence in node.occurrences:
-                nodes = chain(node, occurrence)
-                if goes:
-                    named.append(nodes)
-                else:
-                    kept.update(each.id for each in nodes)
+            if _goes(node, selector):
+                named += [chain(node, occurrence) for occurrence in node.occurrences]
         # Documents that begin alike share a head, which stays for those that stay.
         tops = {}
         for nodes in named:
-            top = next((node for node in nodes if node.id not in kept), nodes[-1])
+            top = next((node for node in nodes if not self._stays(node, selector)), nodes[-1])
             tops[top.id] = top
         return [top for top in tops.values() if not self._is_below(top, tops)]
 
@@ -229,8 +246,10 @@ class Retirement:
                 else:
                     stack.append(child)
 
-    def _is_below(self, node: DocumentNode, tops: dict[int, DocumentNode]) -> bool:
-        parent = node.parent
+    def _is_below(
+        self, node: DocumentNode, tops: dict[int, DocumentNode], *, itself: bool = False
+    ) -> bool:
+        parent = node if itself else node.parent
         while parent is not None:
             if parent.id in tops:
                 return True
@@ -260,6 +279,13 @@ class Retirement:
             below = (each for each in subtree(top) if each.occurrences)
             path += [each.occurrences[-1].document.id for each in list(below)[:1]]
         return path
+
+
+def _goes(node: DocumentNode, selector: Selector) -> bool:
+    """Whether a document that ends at `node` goes, or may."""
+    return node.names_forgotten or any(
+        selector.matches(occurrence.document) for occurrence in node.occurrences
+    )
 
 
 def subtree(top: DocumentNode) -> Iterator[DocumentNode]:

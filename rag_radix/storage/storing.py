@@ -204,7 +204,7 @@ class Storing:
         for piece in path:
             if piece not in there:
                 if req is None:
-                    piece.names_forgotten = True
+                    core.forget_names(piece)
                 self._recall(piece)
         for above, below in zip(path[-2::-1], path[:0:-1], strict=True):
             above.statistics.frequency = max(above.statistics.frequency, below.statistics.frequency)
@@ -220,7 +220,8 @@ class Storing:
             statistics.document_frequency = old.document_frequency
             statistics.cost_per_token_s = old.cost_per_token_s
             statistics.cost_samples = old.cost_samples
-            node.names_forgotten |= mark.names_forgotten
+            if mark.names_forgotten:
+                self._tree.tree_core.forget_names(node)
             self._rename(node, mark)
         node.mark = self.marks.attach(node, key)
 
@@ -232,13 +233,13 @@ class Storing:
         lengths = set(accumulate(above.statistics.tokens for above in reversed(path)))
         for name in mark.names:
             if name.namespace != namespace:
-                node.names_forgotten = True
+                core.forget_names(node)
                 continue
             document = DocumentKey(name.id, name.version, key.extra_key, key.cache_salt)
             if name.tokens in lengths:
-                self._tree._name(node, Occurrence(document, name.tokens))
-            elif document not in node.unmarked_documents:
-                node.unmarked_documents = (*node.unmarked_documents, document)
+                core.name(node, Occurrence(document, name.tokens))
+            else:
+                core.note_unmarked(node, document)
 
     # What must go
 

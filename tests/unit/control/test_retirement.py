@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from tree_harness import harness
 from unit.tree.prompts import SYSTEM, document, prompt
 
-from rag_radix.control.documents import Page, documents
+from rag_radix import places
+from rag_radix.control.documents import Page, chain, documents
 from rag_radix.control.selector import Selector
 from rag_radix.statistics import DocumentKey
 
@@ -371,3 +374,71 @@ def test_a_request_of_a_tenant_that_goes_publishes_no_more():
         for req in reqs:
             end(h, req)
         assert {node.key.cache_salt for node in h.nodes()} == {"two"}
+
+
+def _tops_by_looking_through_all(h, selector):
+    """What goes, by its definition."""
+    named, kept = [], set()
+    for node in h.tree.control.reachable():
+        if any(map(selector.matches, node.unmarked_documents)):
+            named.append([node])
+        goes = node.names_forgotten or any(selector.matches(o.document) for o in node.occurrences)
+        for occurrence in node.occurrences:
+            if goes:
+                named.append(chain(node, occurrence))
+            else:
+                kept.update(each.id for each in chain(node, occurrence))
+    tops = {next((n for n in nodes if n.id not in kept), nodes[-1]).id for nodes in named}
+    return {
+        top for top in tops if not any(n.id in tops for n in h.tree.tree_core.path_to(top)[:-1])
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_goes_is_found_without_looking_through_all(seed, page_size):
+    rng = random.Random(seed)
+    texts = [document(f"t{n}", rng.choice([10, 24, 40])) for n in range(6)]
+    texts += [[*text[:20], *document(f"u{n}", 24)] for n, text in enumerate(texts)]
+    config = {"max_depth": rng.choice([None, 2])}
+    with harness(
+        device_tokens=900, host_tokens=600, page_size=page_size, policy_config=config
+    ) as h:
+        for _ in range(60):
+            tokens, spans = list(SYSTEM), []
+            for number in rng.choices(range(len(texts)), k=rng.randint(1, 4)):
+                # Some texts have many names, some names many texts.
+                name = f"{number % rng.choice([3, 7])}/{rng.randint(0, 9) if number < 2 else 0}"
+                spans.append((name, len(tokens), len(tokens) + len(texts[number])))
+                tokens += texts[number]
+            salt = rng.choice([None, None, "a"])
+            salt_from = None if salt is None else rng.randint(0, len(spans))
+            request = {"chunk": rng.choice([None, 32]), "version": rng.choice("12")}
+            h.serve([*tokens, 5], spans, cache_salt=salt, salt_from=salt_from, **request)
+            if rng.random() < 0.4:
+                id_ = f"{rng.randint(0, 6)}/{rng.randint(0, 9)}"
+                selector = rng.choice(
+                    [
+                        Selector(id=id_),
+                        Selector(id=id_, version="1"),
+                        Selector(id=id_, namespace=""),
+                        Selector(prefix=id_[:2]),
+                    ]
+                )
+                expected = _tops_by_looking_through_all(h, selector)
+                retirement = h.tree.control._retirement
+                assert {top.id for top in retirement._find(selector)} == expected
+                assert h.tree.control.invalidate(selector).places == len(expected)
+                h.check()
+
+
+def test_the_index_of_documents_does_not_grow_with_what_has_left(monkeypatch):
+    monkeypatch.setattr(places, "_FEWEST", 64)
+    with harness(device_tokens=300) as h:
+        for number in range(200):
+            h.serve(*prompt(f"d{number}"))
+        index = h.tree.tree_core.places
+        assert index._entries <= 64 + 3 * len(h.nodes())
+        assert len(index._by_document) <= index._entries
+        name = next(iter(ids(h)))
+        assert invalidate(h, id=name).places == 1
