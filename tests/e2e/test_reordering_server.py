@@ -66,20 +66,23 @@ def test_a_burst_beyond_capacity_is_answered_right(server):
 
 
 @contextmanager
-def all_running(server: Server, output_tokens: int = 600) -> Iterator[None]:
-    """While within, as many requests run as may, until they have their output."""
+def all_running(server: Server) -> Iterator[None]:
+    """While within, as many requests run as may; they end with it, or after 800 tokens."""
 
     def run(number: int) -> None:
-        body = prompt(number, tokens=8).body(output_tokens)
+        body = prompt(number, tokens=8).body(800, rid=f"{number:032d}")
         for _ in stream(server, body):
             begun.release()
 
+    numbers = range(90, 90 + RUNNING)
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(RUNNING) as pool:
-        blockers = [pool.submit(run, 90 + number) for number in range(RUNNING)]
+        blockers = [pool.submit(run, number) for number in numbers]
         for _ in blockers:
             assert begun.acquire(timeout=60)
         yield
+        for number in numbers:
+            server.post("/abort_request", {"rid": f"{number:032d}"})
     for blocker in blockers:
         blocker.result()
 
@@ -100,21 +103,17 @@ def test_the_warm_half_of_a_burst_is_served_before_the_cold_half(server):
     burst = [prompt(20 + number) for number in range(RUNNING)] + warm
     expected = cold(server, burst)
     ask(server, prompt(9, question=RUNNING))
-    finished: list[int] = []
-
-    def run(index: int) -> tuple[int, ...]:
-        answer = ask(server, burst[index])
-        finished.append(index)
-        return answer.tokens
-
     with ThreadPoolExecutor(len(burst)) as pool:
         with all_running(server):
             answers = []
-            for index in range(len(burst)):
-                answers.append(pool.submit(run, index))
+            for index, each in enumerate(burst):
+                answers.append(pool.submit(server.generate, **each.body()))
                 wait_for_queue(server, index + 1)
-        assert [answer.result() for answer in answers] == expected
-    assert set(finished[:RUNNING]) == set(range(RUNNING, 2 * RUNNING))
+        replies = [answer.result() for answer in answers]
+    assert [tuple(reply["output_ids"]) for reply in replies] == expected
+    # Of the server's clock: the threads here see their answers in any order.
+    sent = [reply["meta_info"]["response_sent_to_client_ts"] for reply in replies]
+    assert max(sent[RUNNING:]) < min(sent[:RUNNING])
 
 
 @pytest.mark.parametrize("tokens", [60, 300], ids=["in one pass", "in chunks"])
@@ -132,11 +131,15 @@ def test_requests_that_share_a_cold_document_in_one_batch_compute_it_once(server
     burst = [prompt(50, question=question, tokens=60) for question in range(2 * RUNNING)]
     expected = cold(server, burst)
     bodies = [each.body() for each in burst]
-    with all_running(server, output_tokens=100):
-        replies = server.generate(
-            input_ids=[body["input_ids"] for body in bodies],
-            sampling_params=[body["sampling_params"] for body in bodies],
-        )
+    with ThreadPoolExecutor(1) as pool:
+        with all_running(server):
+            answers = pool.submit(
+                server.generate,
+                input_ids=[body["input_ids"] for body in bodies],
+                sampling_params=[body["sampling_params"] for body in bodies],
+            )
+            wait_for_queue(server, len(burst))
+        replies = answers.result()
     assert [tuple(reply["output_ids"]) for reply in replies] == expected
     _, _, document_end = burst[0].documents[0]
     hits = sorted(reply["meta_info"]["cached_tokens"] for reply in replies)
