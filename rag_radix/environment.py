@@ -1,4 +1,8 @@
-"""All environment variables of rag-radix."""
+"""All environment variables of rag-radix but one.
+
+`RAG_RADIX_SHARED_PREFIX` belongs to the kernels, which know nothing of this package: see
+`rag_radix_kernels.options`.
+"""
 
 from __future__ import annotations
 
