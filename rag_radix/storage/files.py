@@ -352,6 +352,11 @@ class SegmentFiles:
         self.counters.written_bytes += size
         return True
 
+    def break_promises(self) -> None:
+        """Nothing that was promised is written."""
+        with self._writing, self._index:
+            self._promised.clear()
+
     def _gave_up(self, promise: Promise) -> None:
         """A part of a node isn't written: what follows in it is of no use."""
         with self._index:

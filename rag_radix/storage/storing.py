@@ -125,8 +125,10 @@ class Storing:
             self._sidecar.finish(self._snapshot())
 
     def reset(self) -> None:
-        """All nodes have left the tree."""
+        """All nodes have left the tree, and SGLang has forgotten what was to be written."""
         self.marks.tree_reset()
+        if self._files is not None:
+            self._files.break_promises()
 
     # Out
 
