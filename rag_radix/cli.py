@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser(
-        "serve", help="start SGLang with the knowledge tree; takes all flags of `sglang serve`"
+        "serve",
+        help="start SGLang with the knowledge tree; takes all flags of `sglang serve`, and "
+        "--restarts N to start it again when it dies",
     )
     add_index_commands(commands)
     add_profile_command(commands)

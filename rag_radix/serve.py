@@ -11,6 +11,10 @@ from rag_radix.names import BACKEND
 from rag_radix.supervisor import Supervisor
 
 _RESTARTS = "--restarts"
+_HELP = f"""rag-radix serve adds one option to SGLang's own:
+  {_RESTARTS} N  run the server as a child process and start it again when it dies, at most N times
+                in a row
+"""
 
 
 def with_defaults(arguments: Sequence[str], *, cuda: bool) -> list[str]:
@@ -90,6 +94,8 @@ def _serve_here(arguments: Sequence[str]) -> int:
     from rag_radix import door
 
     help_only = _given(arguments, "-h", "--help")
+    if help_only:
+        print(_HELP)
     completed = (
         list(arguments) if help_only else with_defaults(arguments, cuda=torch.cuda.is_available())
     )
