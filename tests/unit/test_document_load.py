@@ -36,6 +36,16 @@ def test_few_documents_are_asked_for_often_and_questions_are_new(load: Any) -> N
     assert len(texts) == len({name for name, _ in texts})
 
 
+def test_completions_say_where_the_same_documents_are(load: Any) -> None:
+    completions = importlib.import_module("bench_routing")._completions
+    texts = {
+        (document["id"], body["prompt"][document["start"] : document["end"]])
+        for body in islice(completions(load.Corpus(documents=20, tokens=32)), 100)
+        for document in body["custom_params"]["rag"]["documents"]
+    }
+    assert len({name for name, _ in texts}) == len({text for _, text in texts}) == len(texts)
+
+
 def test_clients_ask_again_what_breaks_off_and_end_with_the_requests(load: Any) -> None:
     server = TokenServer("yes")
     server.statuses = [503, 200, 503]
