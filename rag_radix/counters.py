@@ -14,9 +14,10 @@ class RequestCounters:
         prompt_tokens: Tokens of their prompts.
         device_hit_tokens: Of these, found on the device.
         host_hit_tokens: Of these, loaded back from host.
+        storage_hit_tokens: Of these, read from a storage backend for this request.
         documents: Documents the requests asked for.
         device_hit_documents: Found whole on the device.
-        host_hit_documents: Found whole, at least in part on host.
+        host_hit_documents: Found whole, at least in part on host or in storage.
         dropped_tail_nodes: Tails that left the device without a copy.
         dropped_tail_tokens: Their tokens.
         refused_nodes: Nodes that the policy did not find worth a copy to host.
@@ -28,6 +29,7 @@ class RequestCounters:
     prompt_tokens: int = 0
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
     documents: int = 0
     device_hit_documents: int = 0
     host_hit_documents: int = 0

@@ -44,6 +44,7 @@ class Counting:
             tree.counters.prompt_tokens += retrieval.prompt_tokens
             tree.counters.device_hit_tokens += retrieval.hits.device
             tree.counters.host_hit_tokens += retrieval.hits.host
+            tree.counters.storage_hit_tokens += retrieval.hits.storage
             if hit:
                 whole = tree.settings.prefill_cost(0, retrieval.prompt_tokens)
                 tree.counters.saved_prefill_s += max(whole - cost, 0.0)

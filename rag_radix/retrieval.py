@@ -21,6 +21,10 @@ class Hits(NamedTuple):
     host: int = 0
     total: int = 0
 
+    @property
+    def storage(self) -> int:
+        return self.total - self.device - self.host
+
 
 _NO_DOCUMENTS = Annotation(documents=())
 _NO_HITS = Hits()

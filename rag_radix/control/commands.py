@@ -203,6 +203,11 @@ def show_stats(report: dict[str, Any]) -> str:
         f"copied  {swap['out_bytes'] / 2**20:,.0f} MiB to host, "
         f"{swap['in_bytes'] / 2**20:,.0f} MiB back"
     )
+    if (storage := report.get("storage")) is not None:
+        lines.append(
+            f"storage {storage['bytes'] / 2**20:,.0f} MiB in {storage['files']:,} files, "
+            f"{storage['written_pages']:,} pages written, {storage['read_pages']:,} read"
+        )
     return "\n".join(lines)
 
 

@@ -65,15 +65,15 @@ def _request(field: str) -> _Read:
     return lambda tree, _queue: {"": getattr(tree.counters, field)}
 
 
-def _found(unit: str) -> _Read:
+def _found(unit: str, *tiers: str) -> _Read:
     return lambda tree, _queue: {
-        tier: getattr(tree.counters, f"{tier}_hit_{unit}") for tier in ("device", "host")
+        tier: getattr(tree.counters, f"{tier}_hit_{unit}") for tier in tiers
     }
 
 
 def _missed_tokens(tree: Any, _queue: Mapping[str, Any]) -> Values:
     counted = tree.counters
-    found = counted.device_hit_tokens + counted.host_hit_tokens
+    found = counted.device_hit_tokens + counted.host_hit_tokens + counted.storage_hit_tokens
     return {"": counted.prompt_tokens - found}
 
 
@@ -136,14 +136,20 @@ METRICS: tuple[Metric, ...] = (
         "Tokens of the prompts of counted requests",
         _request("prompt_tokens"),
     ),
-    Metric("hit_tokens", "counter", "Prompt tokens found", _found("tokens"), "tier"),
+    Metric(
+        "hit_tokens",
+        "counter",
+        "Prompt tokens found",
+        _found("tokens", "device", "host", "storage"),
+        "tier",
+    ),
     Metric("missed_tokens", "counter", "Prompt tokens computed", _missed_tokens),
     Metric("documents", "counter", "Documents that requests named", _request("documents")),
     Metric(
         "hit_documents",
         "counter",
         "Documents found whole; on host when a part of it was there",
-        _found("documents"),
+        _found("documents", "device", "host"),
         "tier",
     ),
     Metric("missed_documents", "counter", "Documents not found whole", _missed_documents),

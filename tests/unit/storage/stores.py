@@ -67,6 +67,7 @@ class Store:
         req = self.h.request(tokens, documents, **request)
         req.from_storage = self.fetch(req)
         self.h.admit(req)
+        self.attribute(req)
         self.h.compute(req)
         self.h.publish(req)
         self.h.decode(req, 9_000_001)
@@ -76,6 +77,20 @@ class Store:
         if self.tree.prefetch_stop_policy == "wait_complete":
             self.check_host()
         return req
+
+    @staticmethod
+    def attribute(req: Any) -> None:
+        """Say where its prefix was found, as the scheduler does."""
+        from sglang.srt.managers.schedule_batch import split_cached_prefix_by_tier
+
+        req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage = (
+            split_cached_prefix_by_tier(
+                req.prefix_len,
+                req.materialized_host_hit_len(),
+                req.storage_hit_length,
+                req.storage_hit_start,
+            )
+        )
 
     def check_host(self) -> None:
         """While nothing is read, each host slot is free or a node's."""
@@ -106,7 +121,9 @@ class Store:
         self.begin(req)
         handle = req.cache_request_handle
         self.wait(lambda: self.tree.check_prefetch_progress(handle))
-        tokens: int = self.tree.pop_prefetch_loaded_tokens(handle)
+        tokens, start = self.tree.pop_prefetch_loaded_span(handle)
+        if tokens:
+            req.storage_hit_length, req.storage_hit_start = tokens, start
         return tokens
 
     def wait(self, done: Any) -> None:

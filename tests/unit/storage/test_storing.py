@@ -171,6 +171,17 @@ def test_damaged_statistics_are_ignored_with_a_warning(tmp_path, caplog, damage)
         assert second.ask(prompt("a", question=1)).from_storage == SYSTEM_AND_ONE
 
 
+def test_what_came_from_storage_is_counted_as_such(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+    with server(tmp_path) as second:
+        second.ask(prompt("a", question=1))
+        second.ask(prompt("a", question=2))
+        counters = second.tree.counters
+        assert (counters.storage_hit_tokens, counters.device_hit_tokens) == (SYSTEM_AND_ONE,) * 2
+        assert counters.host_hit_documents == 1
+
+
 def test_a_flush_empties_memory_and_leaves_storage(tmp_path):
     with server(tmp_path) as store:
         store.ask(prompt("a"))
