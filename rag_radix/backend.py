@@ -13,10 +13,9 @@ from rag_radix.component import KnowledgeComponent
 from rag_radix.cost_model import PrefillCostTable, default_cost_table
 from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
 from rag_radix.knowledge_tree import KnowledgeTree
-from rag_radix.policies import DEFAULT_POLICY
 from rag_radix.profile.file import profile_mismatch
 from rag_radix.recording import TraceRecorder
-from rag_radix.settings import parse_settings
+from rag_radix.settings import parse_settings, policy_name
 from rag_radix.sglang_compat import (
     ComponentType,
     check_sglang,
@@ -50,9 +49,7 @@ def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
     door.check_front_end(ctx.server_args)
     _refuse_unsupported(ctx)
     args = ctx.server_args
-    policy = args.radix_eviction_policy
-    if policy == "lru" and not args._radix_eviction_policy_explicitly_set:
-        policy = DEFAULT_POLICY
+    policy = policy_name(args)
     config = args.radix_eviction_policy_config
     tree = build_tree(ctx, policy, config)
     _log_start(tree, args)

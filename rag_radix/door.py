@@ -1,6 +1,6 @@
 """Where annotated requests enter SGLang: the hooks, and nothing else.
 
-All hooks go through SGLang's `HookRegistry`. Two small ones are registered in each process that
+All hooks go through SGLang's `HookRegistry`. A few small ones are registered in each process that
 can own a tokenizer; they see which radix cache was selected, and only when it is the knowledge
 tree are the others added. Requests without an annotation pass untouched, if their `input_ids` are
 tokens that the model has.
@@ -40,6 +40,7 @@ from rag_radix.errors import (
 )
 from rag_radix.http_routes import Call, add_routes
 from rag_radix.names import BACKEND
+from rag_radix.settings import check_settings
 from rag_radix.vocabulary import check_token_ids
 
 __all__ = ["TARGETS", "check_front_end", "counters", "install", "is_applied", "selected", "verify"]
@@ -51,9 +52,10 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager"
 _HTTP = "sglang.srt.entrypoints.http_server"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 
-# Every name of SGLang's that this package hooks on the request's way in.
+# Every name of SGLang's that this package hooks on the request's way in, and before there is one.
 TARGETS = {
     "generate": f"{_MANAGER}.TokenizerManager.generate_request",
+    "arguments": "sglang.srt.server_args.ServerArgs.check_server_args",
     "manager_ready": f"{_MANAGER}.TokenizerManager.init_request_dispatcher",
     "workers": "sglang.srt.managers.multi_tokenizer_mixin.MultiTokenizerRouter.__init__",
     "native_http": f"{_HTTP}.serve_generate_request",
@@ -78,6 +80,7 @@ def install() -> None:
         _register("generate", _before_generate, "before")
         _register("manager_ready", _after_manager_ready, "after")
         _register("workers", _before_workers, "before")
+        _register("arguments", _before_arguments, "before")
 
 
 def verify() -> None:
@@ -161,6 +164,12 @@ def _install_http(call: Call, server_args: Any) -> None:
 def _http_manager() -> Any:
     """The tokenizer manager that the HTTP server of this process uses."""
     return sys.modules[_HTTP].get_global_state().tokenizer_manager
+
+
+def _before_arguments(server_args: Any) -> None:
+    """Refuse wrong settings before processes are started and a model is loaded."""
+    if selected(server_args):
+        check_settings(server_args)
 
 
 def _before_workers(_router: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:

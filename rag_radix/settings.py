@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rag_radix.cost_model import PrefillCostTable
 from rag_radix.errors import ConfigError
-from rag_radix.policies import ReplacementPolicy, make_policy
+from rag_radix.policies import DEFAULT_POLICY, POLICIES, ReplacementPolicy, make_policy
 
 SwapOutMode = Literal["on_evict", "eager"]
 
@@ -62,6 +62,10 @@ class TreeSettings:
     warm: str | None = None
     store_after: int = DEFAULT_STORE_AFTER
     storage_gib: float | None = None
+
+
+_NO_KEYS = ("policy", "prefill_cost", "cost_source")
+_TREE_KEYS = ("cost_table", *(f.name for f in fields(TreeSettings) if f.name not in _NO_KEYS))
 
 
 def parse_settings(
@@ -117,7 +121,7 @@ def parse_settings(
     if storage_gib is not None and not (type(storage_gib) in (int, float) and storage_gib > 0):
         raise _wrong("storage_gib", storage_gib, "give a positive number of GiB, or null")
     return TreeSettings(
-        policy=make_policy(policy_name, config),
+        policy=_policy(policy_name, config),
         prefill_cost=default_cost() if path is None else PrefillCostTable.load(path),
         cost_source="the model's shape" if path is None else str(path),
         swap_out=swap_out,
@@ -132,5 +136,34 @@ def parse_settings(
     )
 
 
+def policy_name(args: Any) -> str:
+    """Which policy SGLang's `ServerArgs` choose; ours where they say nothing."""
+    name: str = args.radix_eviction_policy
+    explicit = args._radix_eviction_policy_explicitly_set
+    return DEFAULT_POLICY if name == "lru" and not explicit else name
+
+
+def check_settings(args: Any) -> None:
+    """Check what SGLang's `ServerArgs` set of ours, before anything is loaded.
+
+    Raises:
+        ConfigError: See `parse_settings`.
+    """
+    unused = PrefillCostTable((0, 1), (1, 2), ((1.0, 1.0), (1.0, 1.0)))
+    parse_settings(policy_name(args), args.radix_eviction_policy_config, lambda: unused)
+
+
+def _policy(name: str, config: Mapping[str, Any]) -> ReplacementPolicy:
+    if name in POLICIES:
+        own = [field.name for field in fields(POLICIES[name])]  # type: ignore[arg-type]
+        unknown = [key for key in config if key not in own]
+        if unknown:
+            raise ConfigError(
+                f"{unknown[0]!r:.60} in --radix-eviction-policy-config isn't a setting of "
+                f"{name!r}: it takes {', '.join([*own, *_TREE_KEYS])}"
+            )
+    return make_policy(name, config)
+
+
 def _wrong(key: str, value: Any, remedy: str) -> ConfigError:
-    return ConfigError(f"{key}={value!r} in --radix-eviction-policy-config: {remedy}")
+    return ConfigError(f"{key}={value!r:.60} in --radix-eviction-policy-config: {remedy}")

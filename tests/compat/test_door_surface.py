@@ -13,6 +13,7 @@ import pytest
 from rag_radix import door
 
 PARAMETERS = {
+    "arguments": ["self"],
     "generate": ["self", "obj", "request"],
     "manager_ready": ["self"],
     "workers": ["self", "server_args", "port_args"],
