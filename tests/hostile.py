@@ -111,8 +111,7 @@ def _annotated(rng: random.Random) -> tuple[str, Any]:
     if path == "/generate":
         return path, native
     body: dict[str, Any] = {"model": "default", "max_tokens": 2, "temperature": 0}
-    params = native["sampling_params"]
-    body["custom_params"] = params.get("custom_params") if isinstance(params, dict) else params
+    body["custom_params"] = native["sampling_params"].get("custom_params")
     for name in ("cache_salt", "stream"):
         if name in native:
             body[name] = native[name]
@@ -169,8 +168,6 @@ def _native(rng: random.Random) -> dict[str, Any]:
         sampling["custom_params"] = rng.choice(JUNK)
     if rng.random() < 0.15 and "input_ids" in body:
         body["input_ids"] = _wrong_ids(rng, body["input_ids"])
-    if rng.random() < 0.05:
-        body["sampling_params"] = rng.choice([[sampling, sampling], [], None, [None]])
     return body
 
 

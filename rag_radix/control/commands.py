@@ -11,7 +11,7 @@ import orjson
 
 from rag_radix.control.client import Client
 from rag_radix.control.documents import DEFAULT_LIMIT, SORTS
-from rag_radix.control.tables import bar, printable, table
+from rag_radix.control.tables import bar, counted, printable, table
 from rag_radix.control.top import watch
 from rag_radix.control.warm_command import add_warm_options, show_progress, warm
 from rag_radix.errors import ControlError, RagRadixError
@@ -183,20 +183,21 @@ def selector_body(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_stats(report: dict[str, Any]) -> str:
-    lines = [f"policy {report['policy']}, {report['nodes']:,} nodes"]
+    lines = [f"policy {report['policy']}, {counted(report['nodes'], 'node')}"]
     for name in ("device", "host"):
         if (tier := report[name]) is not None:
             used, capacity = tier["cached_tokens"], tier["capacity_tokens"]
             lines.append(
                 f"{name:<7} {bar(used, capacity)} {used:,} of {capacity:,} tokens, "
-                f"{tier['documents']:,} documents, {tier['evicted_nodes']:,} nodes evicted"
+                f"{counted(tier['documents'], 'document')}, "
+                f"{counted(tier['evicted_nodes'], 'node')} evicted"
             )
     requests = report["requests"]
     prompt = max(requests["prompt_tokens"], 1)
     lines.append(
         f"found   {requests['device_hit_tokens'] / prompt:.1%} of {requests['prompt_tokens']:,} "
         f"prompt tokens on the device, {requests['host_hit_tokens'] / prompt:.1%} on host, in "
-        f"{requests['requests']:,} requests"
+        f"{counted(requests['requests'], 'request')}"
     )
     swap = report["swap"]
     lines.append(
@@ -216,8 +217,9 @@ def show_rows(page: dict[str, Any]) -> str:
         "id": "id",
         "version": "version",
         "namespace": "namespace",
-        "tier": "tier",
         "tokens": "tokens",
+        "device_tokens": "on device",
+        "host_tokens": "on host",
         "frequency": "frequency",
         "device_hits": "device hits",
         "host_hits": "host hits",
@@ -226,16 +228,17 @@ def show_rows(page: dict[str, Any]) -> str:
         "pinned": "pinned",
     }
     rows = [[row[name] for name in columns] for row in page["documents"]]
-    last = page["offset"] + len(rows)
-    return f"{table(list(columns.values()), rows)}\n{page['offset']}–{last} of {page['total']:,}"
+    first, last = page["offset"] + 1, page["offset"] + len(rows)
+    shown = f"{first:,}–{last:,}" if rows else "none"
+    return f"{table(list(columns.values()), rows)}\n{shown} of {counted(page['total'], 'document')}"
 
 
 def show_pin(answer: dict[str, Any]) -> str:
-    return f"pinned at {answer['places']:,} places"
+    return f"pinned at {counted(answer['places'], 'place')}"
 
 
 def show_unpin(answer: dict[str, Any]) -> str:
-    return f"{answer['pins']:,} pins given up"
+    return f"{counted(answer['pins'], 'pin')} given up"
 
 
 def show_pins(answer: dict[str, Any]) -> str:
@@ -244,7 +247,7 @@ def show_pins(answer: dict[str, Any]) -> str:
         used, budget = tier["pinned_tokens"], tier["budget_tokens"]
         lines.append(
             f"{name:<7} {bar(used, budget)} {used:,} of {budget:,} tokens that may be pinned, "
-            f"{tier['places']:,} places"
+            f"{counted(tier['places'], 'place')}"
         )
     rows = [
         [
@@ -263,13 +266,14 @@ def show_pins(answer: dict[str, Any]) -> str:
 def show_removed(removed: dict[str, Any]) -> str:
     freed, in_use = removed["freed"], removed["in_use"]
     text = (
-        f"{removed['places']:,} places: {freed['device_tokens']:,} tokens on the device and "
+        f"{counted(removed['places'], 'place')}: "
+        f"{counted(freed['device_tokens'], 'token')} on the device and "
         f"{freed['host_tokens']:,} on host freed ({freed['bytes'] / 2**20:,.1f} MiB)"
     )
     if in_use["nodes"] or removed["requests"]:
         more = in_use["device_tokens"] + in_use["host_tokens"]
         text += (
-            f"; {more:,} more tokens once what uses them ends; "
-            f"{removed['requests']:,} requests in progress"
+            f"; {more:,} more once what uses them ends; "
+            f"{counted(removed['requests'], 'request')} in progress"
         )
     return text

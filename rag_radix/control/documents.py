@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from heapq import nlargest, nsmallest
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rag_radix.errors import ControlError
 from rag_radix.policies.base import TierName
@@ -13,6 +14,9 @@ from rag_radix.statistics import DocumentKey
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
     from rag_radix.node import DocumentNode, Occurrence
+
+# Where a document ends, and as which one there.
+Place: TypeAlias = "tuple[DocumentNode, Occurrence]"
 
 SORTS = ("frequency", "id", "positions", "priority", "tokens")
 DEFAULT_LIMIT = 100
@@ -77,18 +81,9 @@ def parse_count(query: Mapping[str, str], name: str, default: int, least: int, m
     return int(text)
 
 
-@dataclass(slots=True)
-class _Cached:
-    """One document, over all of its places."""
-
-    nodes: dict[int, DocumentNode] = field(default_factory=dict)
-    ends: list[DocumentNode] = field(default_factory=list)
-    tokens: int = 0
-
-
 def documents(tree: KnowledgeTree, page: Page) -> dict[str, Any]:
     """A page of the documents that are in the tree, and how many there are. O(nodes)."""
-    cached: dict[DocumentKey, _Cached] = {}
+    places: dict[DocumentKey, list[Place]] = {}
     for node in tree.control.reachable():
         for occurrence in node.occurrences:
             document = occurrence.document
@@ -96,21 +91,34 @@ def documents(tree: KnowledgeTree, page: Page) -> dict[str, Any]:
                 continue
             if page.namespace is not None and page.namespace != document.namespace:
                 continue
-            entry = cached.setdefault(document, _Cached())
-            entry.ends.append(node)
-            entry.tokens = max(entry.tokens, occurrence.tokens)
-            entry.nodes.update((above.id, above) for above in chain(node, occurrence))
-    rows = [_row(tree, document, entry) for document, entry in cached.items()]
-    rows.sort(key=lambda row: (row["id"], row["version"], row["namespace"]))
-    if page.sort != "id":
-        rows.sort(key=lambda row: row[page.sort], reverse=page.descending)
-    elif page.descending:
-        rows.reverse()
+            places.setdefault(document, []).append((node, occurrence))
+    value, sign = _sort_value(tree, page.sort), -1 if page.descending else 1
+
+    def rank(document: DocumentKey) -> tuple[Any, ...]:
+        name = (document.id, document.version, document.namespace)
+        return name if page.sort == "id" else (sign * value(document, places[document]), *name)
+
+    most = page.offset + page.limit
+    if page.sort == "id" and page.descending:
+        chosen = nlargest(most, places, key=rank)
+    else:
+        chosen = nsmallest(most, places, key=rank)
     return {
-        "total": len(rows),
+        "total": len(places),
         "offset": page.offset,
-        "documents": rows[page.offset : page.offset + page.limit],
+        "documents": [_row(tree, document, places[document]) for document in chosen[page.offset :]],
     }
+
+
+def _sort_value(tree: KnowledgeTree, sort: str) -> Callable[[DocumentKey, list[Place]], float]:
+    by_name: dict[str, Callable[[DocumentKey, list[Place]], float]] = {
+        "frequency": lambda document, _: tree.document_frequencies.hits(document)[2],
+        "id": lambda *_: 0,
+        "positions": lambda _, places: len(places),
+        "priority": lambda _, places: max(_priority(node) for node, _ in places),
+        "tokens": lambda _, places: max(occurrence.tokens for _, occurrence in places),
+    }
+    return by_name[sort]
 
 
 def chain(node: DocumentNode, occurrence: Occurrence) -> list[DocumentNode]:
@@ -124,22 +132,22 @@ def chain(node: DocumentNode, occurrence: Occurrence) -> list[DocumentNode]:
     return found
 
 
-def _row(tree: KnowledgeTree, document: DocumentKey, cached: _Cached) -> dict[str, Any]:
-    on_device = any(node.on_device for node in cached.ends)
+def _row(tree: KnowledgeTree, document: DocumentKey, places: list[Place]) -> dict[str, Any]:
+    nodes = {above.id: above for node, each in places for above in chain(node, each)}.values()
     device_hits, host_hits, retrievals = tree.document_frequencies.hits(document)
     return {
         "id": document.id,
         "version": document.version,
         "namespace": document.namespace,
-        "tier": "device" if on_device else "host",
-        "tokens": cached.tokens,
-        "device_tokens": _tokens(node for node in cached.nodes.values() if node.on_device),
-        "host_tokens": _tokens(node for node in cached.nodes.values() if node.backuped),
+        "tier": "device" if any(node.on_device for node, _ in places) else "host",
+        "tokens": max(occurrence.tokens for _, occurrence in places),
+        "device_tokens": _tokens(node for node in nodes if node.on_device),
+        "host_tokens": _tokens(node for node in nodes if node.backuped),
         "frequency": retrievals,
-        "priority": max(_priority(node) for node in cached.ends),
+        "priority": max(_priority(node) for node, _ in places),
         "device_hits": device_hits,
         "host_hits": host_hits,
-        "positions": len(cached.ends),
+        "positions": len(places),
         "pinned": tree.control.is_pinned(document),
     }
 

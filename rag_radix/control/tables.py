@@ -22,6 +22,11 @@ def shortened(text: str, chars: int = _ID_CHARS) -> str:
     return text if len(text) <= chars else text[: chars - 1] + "…"
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of a thing, such as "1 document"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns side by side: text to the left, numbers to the right."""
     cells = [list(header), *([_cell(value) for value in row] for row in rows)]

@@ -9,11 +9,23 @@ import time
 from typing import Any
 
 from rag_radix.control.client import Client
-from rag_radix.control.tables import bar, printable, table
+from rag_radix.control.tables import bar, counted, printable, table
 
 _CLEAR = "\x1b[H\x1b[2J"
-_COLUMNS = ("id", "version", "tier", "tokens", "frequency", "device_hits", "host_hits", "positions")
+_COLUMNS = {
+    "id": "id",
+    "version": "version",
+    "tokens": "tokens",
+    "device_tokens": "on device",
+    "host_tokens": "on host",
+    "frequency": "frequency",
+    "device_hits": "device hits",
+    "host_hits": "host hits",
+    "positions": "places",
+}
 _OTHER_LINES = 14
+# A scheduler looks through its whole tree for the documents and computes nothing meanwhile.
+_PAUSE_FACTOR = 20
 
 
 def watch(client: Client, options: argparse.Namespace) -> int:
@@ -24,11 +36,16 @@ def watch(client: Client, options: argparse.Namespace) -> int:
     """
     before: dict[str, Any] | None = None
     shown, on_terminal = 0, sys.stdout.isatty()
+    hottest: list[dict[str, Any]] = []
+    coldest: list[dict[str, Any]] = []
+    due_s = time.monotonic()
     while True:
         report = client.get("/rag/stats")
         report = {**report["ranks"][0], "data-parallel": True} if "ranks" in report else report
         rows = max((shutil.get_terminal_size().lines - _OTHER_LINES) // 2, 3)
-        hottest, coldest = (_documents(client, order, rows) for order in ("desc", "asc"))
+        if (started_s := time.monotonic()) >= due_s:
+            hottest, coldest = (_documents(client, order, rows) for order in ("desc", "asc"))
+            due_s = started_s + _PAUSE_FACTOR * (time.monotonic() - started_s)
         text = screen(report, before, options.interval, hottest, coldest)
         print(f"{_CLEAR if on_terminal else ''}{printable(client.url)}  {text}", flush=True)
         before, shown = report, shown + 1
@@ -51,7 +68,7 @@ def screen(
     coldest: list[dict[str, Any]],
 ) -> str:
     """What is shown of one look; rates are those since the look `before`."""
-    lines = [f"policy {report['policy']}, {report['nodes']:,} nodes"]
+    lines = [f"policy {report['policy']}, {counted(report['nodes'], 'node')}"]
     if "data-parallel" in report:
         lines[0] += ", data-parallel rank 0"
     for name in ("device", "host"):
@@ -60,7 +77,7 @@ def screen(
             lines.append(
                 f"{name:<7} {bar(tier['cached_tokens'], tier['capacity_tokens'])} "
                 f"{tier['cached_tokens']:>11,} of {tier['capacity_tokens']:,} tokens, "
-                f"{tier['documents']:,} documents, {pinned:,} tokens pinned"
+                f"{counted(tier['documents'], 'document')}, {counted(pinned, 'token')} pinned"
             )
     now, past = report["requests"], (before or report)["requests"]
     grown = {name: now[name] - past[name] for name in now}
@@ -88,5 +105,5 @@ def screen(
     ]
     for title, rows in (("stays longest", hottest), ("leaves first", coldest)):
         cells = [[row[name] for name in _COLUMNS] for row in rows]
-        lines += ["", title, table([name.replace("_", " ") for name in _COLUMNS], cells)]
+        lines += ["", title, table(list(_COLUMNS.values()), cells)]
     return "\n".join(lines)

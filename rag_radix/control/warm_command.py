@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_radix.control.client import Client
+from rag_radix.control.tables import counted
 from rag_radix.control.warming import DEFAULT_TOKENS_PER_S
 from rag_radix.errors import ControlError, RagRadixError
 
@@ -134,9 +135,10 @@ def paying_most(trace: Path, count: int) -> list[str]:
 
 
 def show_progress(progress: dict[str, Any]) -> str:
-    text = f"{progress['state']}: {progress['warmed']:,} of {progress['documents']:,} documents"
+    documents = counted(progress["documents"], "document")
+    text = f"{progress['state']}: {progress['warmed']:,} of {documents}"
     if progress["refusals"]:
-        text += f", {progress['refusals']:,} times gave way to requests"
+        text += f", {counted(progress['refusals'], 'time')} gave way to requests"
     if progress["failed"]:
         text += f", {progress['failed']:,} failed, the last one {progress['problem']}"
     return text

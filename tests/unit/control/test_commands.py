@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +24,9 @@ ROW = {
     "id": "wiki/1\x1b[31m",
     "version": "3",
     "namespace": "",
-    "tier": "device",
     "tokens": 1234,
+    "device_tokens": 1234,
+    "host_tokens": 34,
     "frequency": 5,
     "device_hits": 3,
     "host_hits": 1,
@@ -78,7 +81,7 @@ def test_documents_are_a_table_in_which_ids_are_escaped(server, capsys):
     assert header.split()[:3] == ["id", "version", "namespace"]
     assert row.startswith(r"wiki/1\x1b[31m  3")
     assert "1,234" in row
-    assert total == "0–1 of 1"
+    assert total == "1–1 of 1 document"
     ((path, body, key),) = server.calls
     assert path == "/rag/documents?sort=frequency&limit=100&offset=0&prefix=wiki%2F"
     assert (body, key) == (None, "Bearer k")
@@ -108,7 +111,7 @@ def test_invalidate_says_which_documents(server, capsys, options, body):
     assert server.calls[0][1] == body
     out = capsys.readouterr().out
     assert out.startswith("2 places: 1,200 tokens on the device and 34 on host freed (3.0 MiB)")
-    assert "1,234 more tokens once what uses them ends; 1 requests in progress" in out
+    assert "1,234 more once what uses them ends; 1 request in progress" in out
 
 
 def test_pins_are_given_and_listed(server, capsys):
@@ -126,8 +129,8 @@ def test_pins_are_given_and_listed(server, capsys):
     ]
     assert main(["pins", *url]) == 0
     pinned, unpinned, tiers, _, row = capsys.readouterr().out.splitlines()
-    assert (pinned, unpinned) == ("pinned at 3 places", "1 pins given up")
-    assert "50 of 100 tokens that may be pinned, 1 places" in tiers
+    assert (pinned, unpinned) == ("pinned at 3 places", "1 pin given up")
+    assert "50 of 100 tokens that may be pinned, 1 place" in tiers
     assert row.split() == [r"a\x07", "host", "61", "s"]
 
 
@@ -314,3 +317,25 @@ def test_a_tenant_is_named_by_its_salt_which_stays_here(server, tmp_path, capsys
     assert main(["warm", str(source), *salt, "--shared-prefix", *url]) == 0
     order = server.calls[-1][1]
     assert (order["cache_salt"], order["salt_from"]) == ("secret", 0)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(server):
+    rows = [{**ROW, "id": f"document {n}"} for n in range(5_000)]
+    server.answers["/rag/documents"] = 200, {"total": 5_000, "offset": 0, "documents": rows}
+    program = f"from rag_radix.cli import main; main(['documents', '--url', {server.url!r}])"
+    command = f'{sys.executable} -c "{program}" | head -2'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert len(done.stdout.splitlines()) == 2
+    assert done.stderr == ""
+
+
+def test_a_page_says_which_documents_it_has(server, capsys):
+    for offset, rows, said in (
+        (0, 2, "1–2 of 12 documents"),
+        (10, 2, "11–12 of 12 documents"),
+        (20, 0, "none of 12 documents"),
+    ):
+        answer = {"total": 12, "offset": offset, "documents": [ROW] * rows}
+        server.answers["/rag/documents"] = 200, answer
+        assert main(["documents", "--url", server.url]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == said
