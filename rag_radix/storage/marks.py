@@ -21,7 +21,8 @@ _CAPACITY = 65_536
 class Mark:
     """A node that is stored, known by the hash of its last page.
 
-    While the node is in the tree, all is read from there; what it was when it left is kept.
+    While the node is in the tree, all is read from there; what it was when it left is kept. Other
+    threads read while the scheduler lets nodes leave.
 
     Attributes:
         key: The hash.
@@ -62,21 +63,25 @@ class Mark:
 
     @property
     def pages(self) -> int:
-        return self._pages if self.node is None else len(self.node.hash_value)
+        node = self.node
+        return self._pages if node is None else len(node.hash_value)
 
     @property
     def names_forgotten(self) -> bool:
         """Whether more documents end here than are known."""
-        return self._forgotten or (self.node is not None and self.node.names_forgotten)
+        node = self.node
+        return self._forgotten or (node is not None and node.names_forgotten)
 
     @property
     def statistics(self) -> NodeStatistics:
-        return self._statistics if self.node is None else self.node.statistics
+        node = self.node
+        return self._statistics if node is None else node.statistics
 
     @property
     def priority(self) -> float:
         """On host, as of its last use."""
-        ranks = self._ranks if self.node is None else self.node.ranks
+        node = self.node
+        ranks = self._ranks if node is None else node.ranks
         return ranks[TierName.HOST].priority if ranks else 0.0
 
     def left(self) -> None:
@@ -93,9 +98,10 @@ class Mark:
     @property
     def namespace(self) -> str:
         """Name of the one that the node is in."""
-        if self.node is None:
+        node = self.node
+        if node is None:
             return self._namespace
-        return namespace_name(self.node.key.extra_key, self.node.key.cache_salt)
+        return namespace_name(node.key.extra_key, node.key.cache_salt)
 
     def as_json(self) -> dict[str, Any]:
         statistics = self.statistics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -168,3 +169,36 @@ def test_a_tenant_goes_with_all_that_it_has_asked(tmp_path):
     with server(tmp_path) as third:
         assert third.ask(prompt("a", question=1), cache_salt="one").from_storage == 0
         assert third.ask(prompt("a", question=1), cache_salt="other").from_storage > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_stale_is_ever_found_whatever_comes_between(tmp_path, seed):
+    rng = random.Random(seed)
+    stale: set[str] = set()  # invalidated, and not computed since
+    found = 0
+    for _ in range(5):
+        with server(
+            tmp_path,
+            device_tokens=rng.choice((250, 500)),
+            host_tokens=rng.choice((200, 600)),
+            page_size=4,
+            policy_config={"store_after": rng.choice((1, 2)), "storage_gib": 40_000 / 2**30},
+        ) as store:
+            for question in range(10):
+                if rng.random() < 0.25:
+                    name = rng.choice("abcd")
+                    invalidate(store, id=name)
+                    stale.add(name)
+                    continue
+                names = rng.choices("abcd", k=rng.randint(1, 3))
+                req = store.ask(prompt(*names, question=question))
+                first = next((i for i, name in enumerate(names) if name in stale), None)
+                cached = req.cached_tokens_device + req.cached_tokens_host
+                cached += req.cached_tokens_storage
+                if first is not None:
+                    assert cached <= SYSTEM_TOKENS + first * DOCUMENT_TOKENS
+                    stale -= set(names)
+                found += req.from_storage
+            if rng.random() < 0.5:
+                store.stop()
+    assert found > 0
