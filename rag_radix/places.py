@@ -32,13 +32,13 @@ class Places:
     def add(self, document_id: str, node: DocumentNode) -> None:
         """A document of that id is at `node`."""
         self._by_document.setdefault(document_id, []).append(node)
-        self._entries += 1
-        if self._entries > _FEWEST and self._entries > _MOST_PER_NODE * len(self._nodes()):
-            self._rebuild()
+        self._count()
 
     def add_unknown(self, node: DocumentNode) -> None:
         """Documents may be at `node` under any id."""
-        self._unknown[node.id] = node
+        if node.id not in self._unknown:
+            self._unknown[node.id] = node
+            self._count()
 
     def of(self, document_id: str) -> Iterator[DocumentNode]:
         """The nodes of the documents of that id, and those where any may be. Some may be gone; none
@@ -59,6 +59,11 @@ class Places:
         self._unknown.clear()
         self._entries = 0
 
+    def _count(self) -> None:
+        self._entries += 1
+        if self._entries > _FEWEST and self._entries > _MOST_PER_NODE * len(self._nodes()):
+            self._rebuild()
+
     def _rebuild(self) -> None:
         self.clear()
         for node in self._nodes():
@@ -68,3 +73,4 @@ class Places:
                 self._entries += 1
             if node.names_forgotten:
                 self._unknown[node.id] = node
+                self._entries += 1
