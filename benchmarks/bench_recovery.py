@@ -95,13 +95,14 @@ def _kill_once(
     answered = len(load.served)
     # A request that was being answered just then may still be.
     up_s = load.wait_for(answered + options.clients + 1)[-1].at_s - killed_s
-    recovered: dict[str, Any] = {"requests": None, "seconds": None}
+    recovered: dict[str, Any] = {"requests": None, "seconds": None, "of_answering_s": None}
     rates = []
     for count in range(options.window, options.patience + 1):
         after = load.wait_for(answered + count)[answered : answered + count]
         rates.append(hit_rate(after[-options.window :]))
         if rates[-1] >= RECOVERED * old:
-            recovered = {"requests": count, "seconds": after[-1].at_s - killed_s}
+            seconds = after[-1].at_s - killed_s
+            recovered = {"requests": count, "seconds": seconds, "of_answering_s": seconds - up_s}
             break
     return {
         "hit_rate_before": old,
@@ -185,14 +186,17 @@ def _free_port() -> int:
 
 
 def _table(arms: dict[str, list[dict[str, Any]]]) -> str:
-    lines = ["arm              hit rate  first answers  90% back after    requests"]
+    lines = ["arm              hit rate  first answers  90% back after  later by    requests"]
     for arm, kills in arms.items():
         for kill in kills:
             back = kill["recovered_after"]
-            seconds = "never" if back["seconds"] is None else f"{back['seconds']:.1f} s"
+            seconds, later = (
+                "never" if back[key] is None else f"{back[key]:.1f} s"
+                for key in ("seconds", "of_answering_s")
+            )
             lines.append(
                 f"{arm:16} {kill['hit_rate_before']:8.1%} {kill['first_answers_after_s']:12.1f} s"
-                f" {seconds:>15} {back['requests']!s:>11}"
+                f" {seconds:>15} {later:>9} {back['requests']!s:>11}"
             )
     return "\n".join(lines)
 
