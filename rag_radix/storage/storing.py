@@ -229,15 +229,17 @@ class Storing:
 
     def _rename(self, node: DocumentNode, mark: Mark) -> None:
         key = node.key
-        namespace = namespace_name(key.extra_key, key.cache_salt)
+        # A document that several tenants may share has no salt, although its place has one.
+        salts = {namespace_name(key.extra_key, salt): salt for salt in (None, key.cache_salt)}
         core = self._tree.tree_core
         path = core.path_to(node.id)
         lengths = set(accumulate(above.statistics.tokens for above in reversed(path)))
         for name in mark.names:
-            if name.namespace != namespace:
+            if name.namespace not in salts:
                 core.forget_names(node)
                 continue
-            document = DocumentKey(name.id, name.version, key.extra_key, key.cache_salt)
+            salt = salts[name.namespace]
+            document = DocumentKey(name.id, name.version, key.extra_key, salt)
             if name.tokens in lengths:
                 core.name(node, Occurrence(document, name.tokens))
             else:

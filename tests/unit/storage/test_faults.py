@@ -36,7 +36,9 @@ def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, caplog, error):
                 store.ask(prompt(name, question=question))
         assert store.files.counters.failed_writes > 0
         assert len(store.files) == 0
-        assert len(warnings(caplog)) == 1
+        said = [r for r in warnings(caplog) if "statistics.json" not in r.getMessage()]
+        assert len(said) == 1
+        assert len(warnings(caplog)) <= 2
         assert not store.files._promised
         store.stop()
 

@@ -282,3 +282,13 @@ def test_servers_that_share_a_directory_keep_each_others_statistics(tmp_path):
         third.ask(prompt("b", question=9))
         frequencies = {n: third.h.ends()[n].statistics.document_frequency for n in "ab"}
         assert frequencies == {"a": 4, "b": 2}
+
+
+def test_a_document_that_tenants_share_is_known_again_as_such(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a", "b"), cache_salt="tenant", salt_from=1)
+        first.stop()
+    with server(tmp_path) as second:
+        second.ask((prompt("a", "b", question=1)[0], ()), cache_salt="tenant")
+        documents = [o.document for node in second.h.nodes() for o in node.occurrences]
+        assert {each.id: each.cache_salt for each in documents} == {"a": None, "b": "tenant"}
