@@ -13,7 +13,7 @@ from rag_radix.selftest.prompts import Prompt
 from rag_radix.selftest.server import Answer
 
 CONCURRENCY = 12
-# A policy may keep what is asked often: so much is computed besides before it counts as staying.
+# A policy may keep what is asked often: so many device tiers are computed besides, at most.
 MOST_FILLS = 6
 FILL_PROMPT_TOKENS = 2000
 
@@ -51,6 +51,7 @@ def run_rounds(
         fill_limit_tokens: So many of them at most are computed for that.
         on_round: Called with each round that has ended.
     """
+    rng = random.Random(0)
     run = uuid.uuid4().hex
     shared = f"{run}-shared"
     cold = [server.answer(p, f"{run}-cold-{i}") for i, p in enumerate(prompts)]
@@ -86,30 +87,13 @@ def run_rounds(
         )
     else:
         size = min(FILL_PROMPT_TOKENS, prompt_tokens, device_tokens // 4)
-        if _push_out(server, prompts[0], shared, vocabulary, size, device_tokens):
-            end(from_host, alone(shared), together(shared))
-            return rounds
-        from_host.skipped = "nothing went to host, however much was computed besides"
+        for _ in range(MOST_FILLS):
+            fills = [rng.choices(vocabulary, k=size) for _ in range(device_tokens // size + 1)]
+            server.compute(fills, f"{shared}-fill")
+            answers = alone(shared)
+            if any(answer.host_hit for answer in answers):
+                end(from_host, answers)
+                return rounds
+        from_host.skipped = "nothing was loaded back, however much was computed besides"
     end(from_host)
     return rounds
-
-
-def _push_out(
-    server: Server,
-    prompt: Prompt,
-    namespace: str,
-    vocabulary: Sequence[int],
-    size_tokens: int,
-    device_tokens: int,
-) -> bool:
-    """Compute other prompts until `prompt` has to be loaded back from host."""
-    rng = random.Random(0)
-    for _ in range(2 * MOST_FILLS):
-        fills = [
-            rng.choices(vocabulary, k=size_tokens)
-            for _ in range(device_tokens // (2 * size_tokens) + 1)
-        ]
-        server.compute(fills, f"{namespace}-fill")
-        if server.answer(prompt, namespace).host_hit:
-            return True
-    return False

@@ -102,7 +102,7 @@ def test_what_cannot_be_tested_says_why(options: dict[str, object], reason: str)
 def test_a_server_that_never_loads_back_is_not_taken_for_tested() -> None:
     server = FakeServer()
     server.compute = lambda prompts, namespace: None  # type: ignore[method-assign]
-    assert "nothing went to host" in rounds_of(server)["loaded back from host"].skipped
+    assert "nothing was loaded back" in rounds_of(server)["loaded back from host"].skipped
 
 
 def test_an_answer_that_ends_early_differs() -> None:
