@@ -374,6 +374,8 @@ class KnowledgeTree(UnifiedRadixCache):
 
     def attach_storage_backend(self, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         """SGLang's; copies are made at eviction with it, too."""
+        if self.sidecar_pool_specs:
+            return False, "the model has caches beside its KV, which storage doesn't support"
         kwargs["hicache_write_policy"] = None
         was_enabled = self.enable_storage
         done: tuple[bool, str] = super().attach_storage_backend(*args, **kwargs)

@@ -68,6 +68,9 @@ class VerifiedFiles(HiCacheStorage):
         if self._files is not None:
             self._files.clear()
 
+    def close(self) -> None:
+        self._files = None
+
 
 def _bytes_of(page: torch.Tensor) -> memoryview:
     return memoryview(page.contiguous().view(-1).view(torch.uint8).numpy())

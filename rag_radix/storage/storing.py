@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import torch
 
+from rag_radix.errors import UnsupportedError
 from rag_radix.node import Occurrence
 from rag_radix.retrieval import Retrieval
 from rag_radix.statistics import DocumentKey, namespace_name
@@ -61,13 +62,23 @@ class Storing:
     # Beginning and end
 
     def attached(self) -> None:
-        """SGLang has attached a storage backend."""
+        """SGLang has attached a storage backend.
+
+        Raises:
+            UnsupportedError: The model has caches beside its KV.
+        """
         tree, controller = self._tree, self._tree.cache_controller
+        if tree.sidecar_pool_specs:
+            raise UnsupportedError(
+                "--radix-cache-backend knowledge-tree doesn't support --hicache-storage-backend "
+                "for models with caches beside their KV: drop one of the two"
+            )
         tree.tree_core.marks = self.marks
         if tree.prefetch_threshold == _SGLANG_LEAST_TOKENS:
             least = max(_LEAST_TOKENS, tree.page_size)
             tree.prefetch_threshold = controller.prefetch_threshold = least
-        backend = controller.storage_backend
+        # SGLang wraps a backend whose failures are to be tested.
+        backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
         if not isinstance(backend, VerifiedFiles):
             logger.warning(
                 "Storage: %s is SGLang's: invalidation doesn't reach it, and what it returns isn't "

@@ -124,3 +124,15 @@ def test_what_could_not_be_written_is_written_when_the_disk_is_well(tmp_path, mo
         store.wait(lambda: store.files.counters.written_pages == wanted)
     with server(tmp_path) as second:
         assert second.ask(prompt("a", question=2)).from_storage == SYSTEM_AND_ONE
+
+
+def test_a_backend_that_fails_at_random_costs_only_hits(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.002")
+    found = 0
+    for _ in range(3):
+        with server(tmp_path, device_tokens=250, host_tokens=300) as store:
+            for question in range(8):
+                names = [("a", "b"), ("b",), ("c", "a"), ("d",)][question % 4]
+                found += store.ask(prompt(*names, question=question)).from_storage
+    assert found > 0
