@@ -178,11 +178,10 @@ def _router(python: str, workers: list[str], flags: list[str]) -> Iterator[str]:
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline_s = time.monotonic() + _START_LIMIT_S
     while process.poll() is None and time.monotonic() < deadline_s:
-        with suppress(OSError):
-            # It is ready with the first of them already.
-            with urllib.request.urlopen(f"{url}/workers", timeout=5) as reply:
-                if json.load(reply)["stats"]["regular_count"] == _WORKERS:
-                    return
+        # It calls itself ready with the first of them already.
+        with suppress(OSError), urllib.request.urlopen(f"{url}/workers", timeout=5) as reply:
+            if json.load(reply)["stats"]["regular_count"] == _WORKERS:
+                return
         time.sleep(0.2)
     raise SystemExit("the router wasn't ready; is sglang-router in the environment of --router?")
 
