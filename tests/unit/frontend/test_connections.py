@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from rag_radix_frontend import connections as module
-from rag_radix_frontend.connections import Connections
+from rag_radix_frontend.connections import Connections, StaleConnection
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"a": 1}'
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -160,6 +160,24 @@ def test_what_was_closed_meanwhile_is_asked_on_a_new_connection(
     connections.request("/x", {})
     assert connections.request("/x", {}).json() == {"a": 1}
     assert server.connected == 2
+
+
+def test_what_is_to_be_sent_once_is_not_sent_on_a_new_connection(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_is_silent", lambda _: True)
+    server.replies = [[OK, None]]
+    connections = Connections(server.url)
+    connections.request("/x", {})
+    with pytest.raises(StaleConnection, match="kept connection"):
+        connections.request("/x", {}, once=True)
+    assert connections.request("/x", {}, once=True).json() == {"a": 1}
+
+
+def test_a_reply_whose_head_is_cut_short_is_an_error(server: Server) -> None:
+    server.replies = [[b"HTTP/1.1 200 OK\r\nContent-Le", None]]
+    with pytest.raises(ConnectionError, match="reply is broken"):
+        Connections(server.url).request("/x", {}).json()
 
 
 @pytest.mark.parametrize("reply", [OK[:-1], STREAM + b"8\r\nabc", STREAM + b"3\r\nabc\r\n"])
