@@ -1,17 +1,16 @@
-"""The files of one rank: which pages they hold, what hangs below what, what leaves first."""
+"""The files of one rank: read, written within a budget, discarded, by several threads at once."""
 
 from __future__ import annotations
 
 import errno
-import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
+from rag_radix.storage.index import PageIndex, Segment
 from rag_radix.storage.segment import (
     SUFFIX,
     DamagedFileError,
@@ -35,16 +34,6 @@ _EVICTED_AHEAD = 0.02
 _LEFTOVER_S = 3600.0
 _RETRY_S = 30.0
 _LONGEST_RETRY_S = 960.0
-_K = TypeVar("_K")
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """A file that is there."""
-
-    path: Path
-    header: Header
-    bytes: int
 
 
 @dataclass(slots=True)
@@ -128,17 +117,12 @@ class SegmentFiles:
     ) -> None:
         self.directory = directory
         self.counters = FileCounters()
-        self.bytes = 0
         self._identity = identity
         self._budget_bytes = budget_bytes
         self._priority = priority
-        self._index = threading.RLock()
-        self._writing = threading.Lock()  # taken before `_index`
-        self._segments: dict[str, Segment] = {}  # by file name
-        self._pages: dict[str, Segment] = {}
-        self._below: dict[str | None, list[Segment]] = {}
-        self._marked: dict[str, list[Segment]] = {}  # by mark
-        self._named: dict[str, set[str]] = {}  # marks by document, some of them gone
+        self._index = PageIndex()
+        self._lock = threading.RLock()  # of `_index` and the promises
+        self._writing = threading.Lock()  # taken before `_lock`
         self._promised: dict[str, Promise] = {}  # by page
         self._skipped: set[str] = set()
         self._scanned_s = 0.0
@@ -154,24 +138,31 @@ class SegmentFiles:
         self._scan()
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return len(self._index)
 
     def __contains__(self, page: str) -> bool:
-        return page in self._pages
+        return page in self._index
+
+    @property
+    def bytes(self) -> int:
+        """What all files take."""
+        return self._index.bytes
 
     # Looking
 
+    def look(self) -> None:
+        """Take account of all that others have written up to now."""
+        with self._lock:
+            self._scan()
+
     def count(self, hashes: Sequence[str]) -> int:
         """How many of `hashes`, consecutive pages, are there from the first on."""
-        with self._index:
-            found = self._count(hashes)
+        with self._lock:
+            found = self._index.count(hashes)
             if found < len(hashes) and self._scan_is_due():
                 self._scan()
-                found = self._count(hashes)
+                found = self._index.count(hashes)
             return found
-
-    def _count(self, hashes: Sequence[str]) -> int:
-        return next((i for i, page in enumerate(hashes) if page not in self._pages), len(hashes))
 
     def _scan_is_due(self) -> bool:
         now = time.monotonic()
@@ -192,12 +183,12 @@ class SegmentFiles:
         except OSError:
             return
         for path in paths:
-            if path.name not in self._segments and path.name not in self._skipped:
+            if not self._index.has_file(path.name) and path.name not in self._skipped:
                 try:
                     header = read_header(path)
                     if header.identity != self._identity:
                         raise DamagedFileError("it belongs to another model or layout")
-                    self._add(Segment(path, header, path.stat().st_size))
+                    self._index.add(Segment(path, header, path.stat().st_size))
                 except FileNotFoundError:
                     continue
                 except (DamagedFileError, OSError, ValueError, TypeError, KeyError) as error:
@@ -208,49 +199,20 @@ class SegmentFiles:
         self.counters.damaged_files += 1
         logger.warning("Storage: %s is skipped: %s", path, why)
 
-    def _add(self, segment: Segment) -> None:
-        self._segments[segment.path.name] = segment
-        for page in segment.header.hashes:
-            self._pages[page] = segment
-        self._below.setdefault(segment.header.parent, []).append(segment)
-        self._marked.setdefault(segment.header.mark, []).append(segment)
-        for name in segment.header.names:
-            self._named.setdefault(name.id, set()).add(segment.header.mark)
-        self.bytes += segment.bytes
-
-    def _forget(self, segment: Segment) -> None:
-        if self._segments.pop(segment.path.name, None) is None:
-            return
-        for page in segment.header.hashes:
-            if self._pages.get(page) is segment:
-                del self._pages[page]
-        _drop(self._below, segment.header.parent, segment)
-        _drop(self._marked, segment.header.mark, segment)
-        self.bytes -= segment.bytes
-
     def documents(self) -> list[str]:
         """The ids of all documents that files name."""
-        with self._index:
-            return list(self._named)
+        with self._lock:
+            return self._index.documents()
 
     def named(self, id: str) -> list[tuple[str, int, tuple[Name, ...]]]:
-        """Nodes of which files say that the document is there: the last page of each, how many
-        pages it has, and all its documents."""
-        with self._index:
-            found = []
-            for mark in sorted(self._named.get(id, ())):
-                if mark in self._marked:
-                    header = self._marked[mark][0].header
-                    found.append((mark, header.mark_pages, self.names_at(mark)))
-                else:
-                    self._named[id].discard(mark)
-            return found
+        """See `PageIndex.named`."""
+        with self._lock:
+            return self._index.named(id)
 
     def names_at(self, mark: str) -> tuple[Name, ...]:
-        """The documents of a node, by its last page."""
-        with self._index:
-            names = [name for each in self._marked.get(mark, ()) for name in each.header.names]
-        return tuple(dict.fromkeys(names))
+        """See `PageIndex.names_at`."""
+        with self._lock:
+            return self._index.names_at(mark)
 
     # Reading
 
@@ -259,8 +221,8 @@ class SegmentFiles:
         damaged are skipped from then on."""
         done = 0
         while done < len(hashes):
-            with self._index:
-                segment = self._pages.get(hashes[done])
+            with self._lock:
+                segment = self._index.file_of(hashes[done])
             if segment is None:
                 break
             first = segment.header.hashes.index(hashes[done])
@@ -268,12 +230,12 @@ class SegmentFiles:
             try:
                 read_pages(segment.path, segment.header, first, pages[done : done + run])
             except FileNotFoundError:  # another server has removed it
-                with self._index:
-                    self._forget(segment)
+                with self._lock:
+                    self._index.remove(segment)
                 break
             except (DamagedFileError, OSError) as error:
-                with self._index:
-                    self._forget(segment)
+                with self._lock:
+                    self._index.remove(segment)
                     self._skip(segment.path, error)
                 break
             done += run
@@ -292,7 +254,7 @@ class SegmentFiles:
         """Let the pages of a node be written, until they are or are discarded."""
         chain = dict(zip(hashes, (parent, *hashes[:-1]), strict=True))
         promise = Promise(chain, hashes[-1], tuple(names), namespace)
-        with self._index:
+        with self._lock:
             self._promised.update(dict.fromkeys(hashes, promise))
 
     def write(self, hashes: Sequence[str], pages: Sequence[memoryview]) -> bool:
@@ -301,15 +263,15 @@ class SegmentFiles:
         Returns: False when they couldn't be written, the first time: SGLang warns of each.
         """
         with self._writing:
-            with self._index:
+            with self._lock:
                 promises = [self._promised.pop(page, None) for page in hashes]
-                there = self._count(hashes)
+                there = self._index.count(hashes)
             promise = promises[-1]
             if promise is None or None in promises or there == len(hashes):
                 return True
             rest = tuple(hashes[there:])
             parent = promise.parent[rest[0]]
-            if parent is not None and parent not in self._pages:
+            if parent is not None and parent not in self._index:
                 self._gave_up(promise)  # nothing would reach it
                 return True
             header = Header(
@@ -344,9 +306,9 @@ class SegmentFiles:
                 error,
             )
         self._said.well("write")
-        with self._index:
+        with self._lock:
             self._skipped.discard(path.name)
-            self._add(Segment(path, header, size))
+            self._index.add(Segment(path, header, size))
         self.counters.written_files += 1
         self.counters.written_pages += len(pages)
         self.counters.written_bytes += size
@@ -354,12 +316,12 @@ class SegmentFiles:
 
     def break_promises(self) -> None:
         """Nothing that was promised is written."""
-        with self._writing, self._index:
+        with self._writing, self._lock:
             self._promised.clear()
 
     def _gave_up(self, promise: Promise) -> None:
         """A part of a node isn't written: what follows in it is of no use."""
-        with self._index:
+        with self._lock:
             for page in promise.parent:
                 if self._promised.get(page) is promise:
                     del self._promised[page]
@@ -369,7 +331,7 @@ class SegmentFiles:
     def is_to_try_again(self) -> bool:
         """Whether it is time to write again what was given up; longer each time until nothing
         is."""
-        with self._index:
+        with self._lock:
             if self._retry_at_s is None:
                 self._retry_s = _RETRY_S
                 return False
@@ -389,9 +351,9 @@ class SegmentFiles:
             return True
         priority = self._priority(header.mark)
         goal = budget - wanted - int(_EVICTED_AHEAD * budget)
-        with self._index:
-            above = self._pages.get(header.parent or "")
-            for segment in self._victims():
+        with self._lock:
+            above = self._index.file_of(header.parent)
+            for segment in self._index.victims(self._priority):
                 has_room = self.bytes + wanted <= budget
                 if self.bytes <= goal or (
                     segment is above or self._priority(segment.header.mark) > priority
@@ -401,29 +363,8 @@ class SegmentFiles:
                 self.counters.evicted_files += 1
             return self.bytes + wanted <= budget
 
-    def _victims(self) -> Iterator[Segment]:
-        """Files with nothing below them, lowest priority first; ties by name."""
-
-        def entry(segment: Segment) -> tuple[float, str]:
-            return self._priority(segment.header.mark), segment.path.name
-
-        heap = [entry(s) for s in self._segments.values() if not self._has_below(s)]
-        heapq.heapify(heap)
-        while heap:
-            segment = self._segments.get(heapq.heappop(heap)[1])
-            if segment is None:
-                continue
-            above = self._pages.get(segment.header.parent or "")
-            yield segment
-            gone = segment.path.name not in self._segments
-            if gone and above is not None and not self._has_below(above):
-                heapq.heappush(heap, entry(above))
-
-    def _has_below(self, segment: Segment) -> bool:
-        return any(page in self._below for page in segment.header.hashes)
-
     def _remove(self, segment: Segment) -> None:
-        self._forget(segment)
+        self._index.remove(segment)
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
@@ -438,45 +379,19 @@ class SegmentFiles:
     def discard(self, hashes: Iterable[str]) -> int:
         """Let `hashes` and all pages below them be found no more, on disk neither; what was
         promised of them isn't written. Returns the pages that have gone."""
-        with self._writing, self._index:
-            if self._scan_is_due():
-                self._scan()
-            gone: dict[str, None] = {}
-            stack = list(hashes)
-            while stack:
-                page = stack.pop()
-                if page in gone:
-                    continue
-                gone[page] = None
-                self._promised.pop(page, None)
-                stack += self._next(page)
-            cut: dict[str, list[str]] = {}
+        with self._writing, self._lock:
+            gone = self._index.below(hashes)
+            cut: dict[str, tuple[Segment, set[str]]] = {}
             for page in gone:
-                segment = self._pages.get(page)
-                if segment is not None:
-                    cut.setdefault(segment.path.name, []).append(page)
+                self._promised.pop(page, None)
+                for segment in self._index.files_of(page):
+                    cut.setdefault(segment.path.name, (segment, set()))[1].add(page)
             removed = 0
-            for name, pages in cut.items():
+            for segment, pages in cut.values():
                 removed += len(pages)
-                self._cut(self._segments[name], set(pages))
+                self._cut(segment, pages)
             self.counters.removed_pages += removed
             return removed
-
-    def _next(self, page: str) -> list[str]:
-        """The pages that follow on `page`."""
-        following = [segment.header.hashes[0] for segment in self._below.get(page, ())]
-        segment = self._pages.get(page)
-        if segment is not None:
-            index = segment.header.hashes.index(page) + 1
-            following += segment.header.hashes[index : index + 1]
-        return following
-
-    def _before(self, page: str) -> str | None:
-        segment = self._pages.get(page)
-        if segment is None:
-            return None
-        index = segment.header.hashes.index(page)
-        return segment.header.hashes[index - 1] if index else segment.header.parent
 
     def _cut(self, segment: Segment, gone: set[str]) -> None:
         """Remove the file; what of it stays, its beginning, becomes another."""
@@ -492,7 +407,7 @@ class SegmentFiles:
                 path = self.directory / file_name(shorter.hashes)
                 size = write_segment(path, shorter, pages)
                 self._remove(segment)
-                self._add(Segment(path, shorter, size))
+                self._index.add(Segment(path, shorter, size))
                 return
             except (DamagedFileError, OSError) as error:
                 logger.warning("Storage: %s is given up whole: %s", segment.path, error)
@@ -501,54 +416,24 @@ class SegmentFiles:
     def discard_documents(
         self, ends: Iterable[tuple[str, int]], is_kept: Callable[[str], bool]
     ) -> int:
-        """Discard documents with what hangs below them, and of the pages before their last those
-        that belong to nothing else.
-
-        Args:
-            ends: The last page of each, and its number of pages.
-            is_kept: Whether a document that stays ends with a page.
-        """
-        ends = list(ends)
-        gone: set[str] = set()
-        with self._index:
-            stack = [page for page, _ in ends]
-            for page in set(stack).difference(self._pages):
-                # Its end has left to keep the budget: all that is left of the node goes.
-                for segment in self._marked.get(page, ()):
-                    stack += segment.header.hashes
-            while stack:
-                page = stack.pop()
-                if page not in gone:
-                    gone.add(page)
-                    stack += self._next(page)
-            for end, pages in ends:
-                above = self._before(end)
-                for _ in range(pages - 1):
-                    if above is None or is_kept(above) or not gone.issuperset(self._next(above)):
-                        break
-                    gone.add(above)
-                    above = self._before(above)
+        """Discard documents; see `PageIndex.of_documents`."""
+        with self._lock:
+            gone = self._index.of_documents(list(ends), is_kept)
         return self.discard(gone)
 
     def discard_namespace(self, namespace: str) -> int:
         """Discard all that is in a namespace."""
-        with self._index:
-            segments = [s for s in self._segments.values() if s.header.namespace == namespace]
+        with self._lock:
+            segments = [s for s in self._index if s.header.namespace == namespace]
             promised = [page for page, p in self._promised.items() if p.namespace == namespace]
         return self.discard([*promised, *(segment.header.hashes[0] for segment in segments)])
 
     def clear(self) -> None:
         """Remove all files."""
-        with self._writing, self._index:
+        with self._writing, self._lock:
             self._promised.clear()
-            for segment in list(self._segments.values()):
+            for segment in self._index:
                 self._remove(segment)
-
-
-def _drop(index: dict[_K, list[Segment]], key: _K, segment: Segment) -> None:
-    index[key].remove(segment)
-    if not index[key]:
-        del index[key]
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:

@@ -277,6 +277,8 @@ class Storing:
                 self.marks.remove(node.mark.key)
                 node.mark = None
         files = self._files
+        if files is not None:
+            files.look()
         if selector.is_everything:
             self.marks.clear()
             if files is not None:

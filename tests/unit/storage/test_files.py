@@ -109,6 +109,19 @@ def test_a_discarded_page_takes_along_what_hangs_below_it(tmp_path):
         assert read(each, "a", "g") == 2
 
 
+def test_a_page_that_two_servers_have_written_goes_from_the_files_of_both(tmp_path):
+    one, other = opened(tmp_path), opened(tmp_path)
+    store(one, "a", "b", "c", "d", batch=4)
+    store(other, "a", "b", batch=2)
+    store(other, "x", parent="b")
+    for each in (one, other):
+        each.look()
+    other.discard(["b"])
+    for each in (other, opened(tmp_path)):
+        assert [each.count([h]) for h in "abcdx"] == [1, 0, 0, 0, 0]
+        assert read(each, "a") == 1
+
+
 def test_what_is_promised_and_discarded_is_not_written(tmp_path):
     files = opened(tmp_path)
     files.promise(None, ("a", "b"), ())

@@ -1,0 +1,198 @@
+"""Which pages files hold: what hangs below what, which documents are where, what leaves first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rag_radix.storage.segment import Header, Name
+
+_K = TypeVar("_K")
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A file that is there."""
+
+    path: Path
+    header: Header
+    bytes: int
+
+
+class PageIndex:
+    """Files by the hashes of their pages, each of which depends on all pages before it.
+
+    Attributes:
+        bytes: Of all files.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._segments: dict[str, Segment] = {}  # by file name
+        self._pages: dict[str, Segment] = {}
+        self._copies: dict[str, list[Segment]] = {}  # of pages that other files have as well
+        self._below: dict[str | None, list[Segment]] = {}
+        self._marked: dict[str, list[Segment]] = {}  # by mark
+        self._named: dict[str, set[str]] = {}  # marks by document, some of them gone
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __contains__(self, page: str | None) -> bool:
+        return page in self._pages
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(list(self._segments.values()))
+
+    def has_file(self, name: str) -> bool:
+        return name in self._segments
+
+    def file_of(self, page: str | None) -> Segment | None:
+        return None if page is None else self._pages.get(page)
+
+    def files_of(self, page: str) -> list[Segment]:
+        """All that have it: servers that share a directory may have written it at once."""
+        segment = self._pages.get(page)
+        return [] if segment is None else [segment, *self._copies.get(page, ())]
+
+    def count(self, hashes: Sequence[str]) -> int:
+        """How many of `hashes`, consecutive pages, are there from the first on."""
+        return next((i for i, page in enumerate(hashes) if page not in self._pages), len(hashes))
+
+    def add(self, segment: Segment) -> None:
+        if (former := self._segments.get(segment.path.name)) is not None:
+            self.remove(former)  # the same pages, written anew
+        self._segments[segment.path.name] = segment
+        for page in segment.header.hashes:
+            if (other := self._pages.get(page)) is not None:
+                self._copies.setdefault(page, []).append(other)
+            self._pages[page] = segment
+        self._below.setdefault(segment.header.parent, []).append(segment)
+        self._marked.setdefault(segment.header.mark, []).append(segment)
+        for name in segment.header.names:
+            self._named.setdefault(name.id, set()).add(segment.header.mark)
+        self.bytes += segment.bytes
+
+    def remove(self, segment: Segment) -> None:
+        if self._segments.pop(segment.path.name, None) is None:
+            return
+        for page in segment.header.hashes:
+            copies = self._copies.get(page, [])
+            if self._pages[page] is not segment:
+                copies.remove(segment)
+            elif copies:
+                self._pages[page] = copies.pop()
+            else:
+                del self._pages[page]
+            if not copies:
+                self._copies.pop(page, None)
+        _drop(self._below, segment.header.parent, segment)
+        _drop(self._marked, segment.header.mark, segment)
+        self.bytes -= segment.bytes
+
+    # Documents
+
+    def documents(self) -> list[str]:
+        """The ids of all documents that files name."""
+        return list(self._named)
+
+    def named(self, id: str) -> list[tuple[str, int, tuple[Name, ...]]]:
+        """Nodes of which files say that the document is there: the last page of each, how many
+        pages it has, and all its documents."""
+        found = []
+        for mark in sorted(self._named.get(id, ())):
+            if mark in self._marked:
+                header = self._marked[mark][0].header
+                found.append((mark, header.mark_pages, self.names_at(mark)))
+            else:
+                self._named[id].discard(mark)
+        return found
+
+    def names_at(self, mark: str) -> tuple[Name, ...]:
+        """The documents of a node, by its last page."""
+        names = [name for each in self._marked.get(mark, ()) for name in each.header.names]
+        return tuple(dict.fromkeys(names))
+
+    # Paths
+
+    def next(self, page: str) -> list[str]:
+        """The pages that follow on `page`."""
+        following = [segment.header.hashes[0] for segment in self._below.get(page, ())]
+        for segment in self.files_of(page):
+            index = segment.header.hashes.index(page) + 1
+            following += segment.header.hashes[index : index + 1]
+        return following
+
+    def before(self, page: str) -> str | None:
+        segment = self._pages.get(page)
+        if segment is None:
+            return None
+        index = segment.header.hashes.index(page)
+        return segment.header.hashes[index - 1] if index else segment.header.parent
+
+    def below(self, hashes: Iterable[str]) -> dict[str, None]:
+        """`hashes` and all pages below them."""
+        found: dict[str, None] = {}
+        stack = list(hashes)
+        while stack:
+            page = stack.pop()
+            if page not in found:
+                found[page] = None
+                stack += self.next(page)
+        return found
+
+    def of_documents(
+        self, ends: Sequence[tuple[str, int]], is_kept: Callable[[str], bool]
+    ) -> set[str]:
+        """The pages of documents with what hangs below them; of the pages before their last only
+        those that belong to nothing else.
+
+        Args:
+            ends: The last page of each, and its number of pages.
+            is_kept: Whether a document that stays ends with a page.
+        """
+        pages = [page for page, _ in ends]
+        for page in set(pages).difference(self._pages):
+            # Its end has left to keep the budget: all that is left of the node goes.
+            for segment in self._marked.get(page, ()):
+                pages += segment.header.hashes
+        gone = set(self.below(pages))
+        for end, length in ends:
+            above = self.before(end)
+            for _ in range(length - 1):
+                if above is None or is_kept(above) or not gone.issuperset(self.next(above)):
+                    break
+                gone.add(above)
+                above = self.before(above)
+        return gone
+
+    def victims(self, priority: Callable[[str], float]) -> Iterator[Segment]:
+        """Files with nothing below them, the lowest `priority` of their marks first, ties by
+        name; the caller may remove what it is given."""
+
+        def entry(segment: Segment) -> tuple[float, str]:
+            return priority(segment.header.mark), segment.path.name
+
+        heap = [entry(s) for s in self._segments.values() if not self._has_below(s)]
+        heapq.heapify(heap)
+        while heap:
+            segment = self._segments.get(heapq.heappop(heap)[1])
+            if segment is None:
+                continue
+            above = self._pages.get(segment.header.parent or "")
+            yield segment
+            gone = segment.path.name not in self._segments
+            if gone and above is not None and not self._has_below(above):
+                heapq.heappush(heap, entry(above))
+
+    def _has_below(self, segment: Segment) -> bool:
+        return any(page in self._below for page in segment.header.hashes)
+
+
+def _drop(index: dict[_K, list[Segment]], key: _K, segment: Segment) -> None:
+    index[key].remove(segment)
+    if not index[key]:
+        del index[key]
