@@ -123,7 +123,9 @@ def plan_shared(
         request_rows[reader : reader + 1],
         [0],
         [range(shared.start, shared.end)],
-        kv_heads=kv_heads,
+        # Its requests' queries are work as much as heads are: the more there are, the less
+        # there is to win by splitting keys.
+        kv_heads=kv_heads * len(shared.requests),
         threads=threads,
     )
     return replace(plan, rows=rows)
