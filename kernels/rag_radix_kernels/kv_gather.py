@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -32,6 +33,16 @@ class GatherPlan:
     slots: torch.Tensor
     shape: tuple[int, int, int]
     mask: torch.Tensor | None
+
+    @cached_property
+    def places(self) -> slice | torch.Tensor:
+        """`rows` as an index: neighbours as a slice, since indexing by a tensor costs more than
+        what is done with a few rows."""
+        first, count = int(self.rows[0]), len(self.rows)
+        neighbours = slice(first, first + count)
+        return (
+            neighbours if torch.equal(self.rows, torch.arange(first, first + count)) else self.rows
+        )
 
 
 def plan_batch(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rag_radix_kernels import reference
+from rag_radix_kernels import prefix_backend, reference
+from rag_radix_kernels.grouping import MIN_SAVED_KEYS
 from rag_radix_kernels.kv_gather import GatherBuffer
 from rag_radix_kernels.options import SHARED_PREFIX
 from rag_radix_kernels.prefix_backend import PrefixAttnBackend
@@ -54,8 +55,10 @@ SOME = ("alone", "one level", "three levels")
 
 
 @pytest.fixture(autouse=True)
-def _single_rank() -> Any:
+def _single_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.manual_seed(0)
+    # What these batches share is enough for an extend; a decode is to group it, too.
+    monkeypatch.setattr(prefix_backend, "MIN_SAVED_KEYS_DECODE", MIN_SAVED_KEYS)
     with get_parallel().override(attn_tp_size=1):
         yield
 
