@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import pkgutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from rag_radix import door
+from rag_radix.errors import UnsupportedError
 
 PARAMETERS = {
     "arguments": ["self"],
@@ -153,61 +156,45 @@ assert "sglang.srt.entrypoints.http_server" not in sys.modules
     )
 
 
-WORKERS = """
-import os
-from types import SimpleNamespace
-from rag_radix import door
-from rag_radix.errors import UnsupportedError
-def start(backend):
+@pytest.fixture
+def no_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names no app; what it names afterwards is forgotten."""
+    monkeypatch.setenv(door.WORKER_APP_VARIABLE, "")
+    monkeypatch.delenv(door.WORKER_APP_VARIABLE)
+
+
+def start_workers(backend: str | None) -> None:
     door._before_workers(None, SimpleNamespace(radix_cache_backend=backend), None)
-"""
 
 
+@pytest.mark.usefixtures("no_app")
 def test_extra_http_workers_are_given_the_app_that_loads_plugins() -> None:
-    run(
-        WORKERS
-        + """
-start(None)
-assert door.WORKER_APP_VARIABLE not in os.environ
-start("knowledge-tree")
-assert os.environ[door.WORKER_APP_VARIABLE] == "rag_radix.http_app:app"
-start("knowledge-tree")
-"""
-    )
+    start_workers(None)
+    assert door.WORKER_APP_VARIABLE not in os.environ
+    for _ in range(2):
+        start_workers("knowledge-tree")
+        assert os.environ[door.WORKER_APP_VARIABLE] == "rag_radix.http_app:app"
 
 
-def test_an_app_of_the_users_own_is_refused_for_the_workers() -> None:
-    run(
-        WORKERS
-        + """
-os.environ[door.WORKER_APP_VARIABLE] = "mine:app"
-try:
-    start("knowledge-tree")
-except UnsupportedError as error:
-    assert "mine:app" in str(error)
-else:
-    raise AssertionError
-"""
-    )
+def test_an_app_of_the_users_own_is_refused_for_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(door.WORKER_APP_VARIABLE, "mine:app")
+    with pytest.raises(UnsupportedError, match="mine:app"):
+        start_workers("knowledge-tree")
 
 
-def test_front_ends_without_the_python_tokenizer_manager_are_refused() -> None:
-    run(
-        """
-import os
-from types import SimpleNamespace
-from rag_radix import door
-from rag_radix.errors import UnsupportedError
-def refused(**modes):
-    args = SimpleNamespace(**{"smg_grpc_mode": False, "grpc_mode": False, **modes})
-    try:
-        door.check_front_end(args)
-    except UnsupportedError as error:
-        return str(error)
-assert refused() is None
-assert "--smg-grpc-mode" in refused(smg_grpc_mode=True)
-assert "--smg-grpc-mode" in refused(grpc_mode=True)
-os.environ["SGLANG_RUST_SERVER"] = "1"
-assert "SGLANG_RUST_SERVER" in refused()
-"""
-    )
+def test_front_ends_without_the_python_tokenizer_manager_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(**modes: bool) -> None:
+        args = {"smg_grpc_mode": False, "grpc_mode": False, **modes}
+        door.check_front_end(SimpleNamespace(**args))
+
+    check()
+    for mode in ("smg_grpc_mode", "grpc_mode"):
+        with pytest.raises(UnsupportedError, match="--smg-grpc-mode"):
+            check(**{mode: True})
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(UnsupportedError, match="SGLANG_RUST_SERVER"):
+        check()
