@@ -29,9 +29,11 @@ def abort_on_queued_limit(original: Any, scheduler: Any, req: Any) -> bool:
     """Around `Scheduler._abort_on_queued_limit`: True when `req` may not come in."""
     speculations: Speculations = scheduler.tree_cache.speculations
     if req.to_finish is not None:
-        if req.retracted_stain and speculations.is_guess(req):
-            # Told to end, and retracted before it could: it would wait here for all others.
-            _send_abort(scheduler, req, req.to_finish.message)
+        if speculations.is_guess(req):
+            # Told to end before it could, since it was retracted or its grammar was being compiled,
+            # or the grammar is wrong: to be answered it would wait here for all others.
+            status = req.to_finish.status_code or _UNAVAILABLE
+            _send_abort(scheduler, req, req.to_finish.message, status)
             return True
         # A request with an error only comes in to be answered with it.
         return bool(original(scheduler, req))
@@ -178,9 +180,9 @@ def _note_ended(speculation: Speculation, speculations: Speculations) -> None:
     speculations.counters.ended += 1
 
 
-def _send_abort(scheduler: Any, req: Any, message: str) -> None:
+def _send_abort(scheduler: Any, req: Any, message: str, status: HTTPStatus = _UNAVAILABLE) -> None:
     from sglang.srt.managers.scheduler import _make_abort_req
 
-    reason = {"type": "abort", "status_code": _UNAVAILABLE, "message": message}
+    reason = {"type": "abort", "status_code": status, "message": message}
     scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
     req.time_stats.trace_ctx.abort(abort_info={"reason": message})

@@ -136,9 +136,11 @@ async def retrieve_and_generate(
             )
         )
         if guess is not None and await guess.promote(ended_s):
-            completion = await guess.result()
-            guess = None
-            return RetrievedAnswer(stage.documents, completion, log.report)
+            # If it has failed after all, it is asked for in the ordinary way, with its retries.
+            with contextlib.suppress(Exception):
+                completion = await guess.result()
+                guess = None
+                return RetrievedAnswer(stage.documents, completion, log.report)
     finally:
         if guess is not None:
             guess.discard()

@@ -75,10 +75,14 @@ class InFlight:
             if requests.speculative:
                 requests.guesses += rids
             ticket = Ticket(rids, requests.speculative)
+        succeeded = False
         try:
             yield ticket
+            succeeded = True
         finally:
             with self._ended:
+                if not succeeded:  # what has failed can't be promoted
+                    requests.guesses = [rid for rid in requests.guesses if rid not in rids]
                 requests.rids.difference_update(rids)
                 self._ended.notify_all()
 

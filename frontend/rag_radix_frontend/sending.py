@@ -173,6 +173,7 @@ def annotate(data: dict[str, Any], strict: bool, speculative: bool) -> None:
     texts = text if isinstance(text, list) else [text]
     annotations = [placed_annotation(one, strict=strict, speculative=speculative) for one in texts]
     if not any(annotations):
+        params.pop("custom_params", None)  # of an earlier attempt, as a guess
         return
     if isinstance(text, list):
         data["sampling_params"] = [{**params, "custom_params": one} for one in annotations]

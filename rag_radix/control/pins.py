@@ -118,18 +118,20 @@ class PinnedTier:
     def holds(self, end: DocumentNode) -> bool:
         return end.id in self._held
 
-    def hold(self, end: DocumentNode) -> None:
-        """Keep the path down to `end`; no-op when it is kept."""
-        if end.id in self._held:
-            return
-        tree = self._tree
-        if self._name == "device":
-            self._held[end.id] = [(end.id, tree.inc_lock_ref(end.id).to_dec_params())]
-        else:
-            path = tree.tree_core.path_to(end.id)
-            self._held[end.id] = [
-                (node.id, tree.inc_host_lock_ref(node.id).to_dec_params()) for node in path
-            ]
+    def hold(self, *ends: DocumentNode) -> None:
+        """Keep the paths down to `ends`; no-op for those that are kept."""
+        tree, paths = self._tree, []
+        for end in ends:
+            if end.id in self._held:
+                continue
+            if self._name == "device":
+                self._held[end.id] = [(end.id, tree.inc_lock_ref(end.id).to_dec_params())]
+            else:
+                paths.append(tree.tree_core.path_to(end.id))
+                self._held[end.id] = [
+                    (node.id, tree.inc_host_lock_ref(node.id).to_dec_params()) for node in paths[-1]
+                ]
+        for path in paths:  # once all of them are kept: a copy takes the slots of what isn't
             tree.swap_out.copy_ahead(path)
 
     def release(self, node_ids: Sequence[int]) -> None:
@@ -195,8 +197,7 @@ class Pins:
         if not ends:
             return 0
         self._pins[pin.selector] = pin
-        for end in ends:
-            tier.hold(end)
+        tier.hold(*ends)
         self._release_unpinned()
         return len(ends)
 

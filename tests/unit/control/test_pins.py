@@ -195,3 +195,16 @@ def test_a_pinned_path_may_be_cut():
         assert unpin(h, "ab") == 1
         h.check()
         assert h.tree.protected_size() == 0
+
+
+def test_copying_one_place_of_a_pinned_document_leaves_the_others():
+    config = {"pin_host_share": 0.9}
+    with harness(device_tokens=200, host_tokens=160, policy="lru", policy_config=config) as h:
+        h.serve(*prompt("b", "a"))
+        h.serve(*prompt("a"))
+        for question, other in enumerate("lmno"):
+            h.serve(*prompt(other))
+            h.serve(*prompt("b", "a", question=question))
+        # The one is on the device alone, the other on host alone, which is full.
+        assert pin(h, "a", "host") == 2
+        assert pinned(h, "host")["places"] == 2

@@ -125,3 +125,12 @@ def test_states_are_forgotten_with_their_programs() -> None:
     del state, copy
     gc.collect()
     eventually(lambda: not in_flight._of)
+
+
+def test_what_has_failed_is_not_to_be_promoted() -> None:
+    in_flight, state, copy = InFlight(lambda rid: None), State(), State()
+    in_flight.speculate(state, copy)
+    with pytest.raises(ConnectionResetError), in_flight.sending(copy, 1):
+        raise ConnectionResetError
+    with in_flight.sending(copy, 1) as again:
+        assert in_flight.make_ordinary(copy) == again.rids

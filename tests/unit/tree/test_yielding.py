@@ -235,3 +235,13 @@ def test_a_guess_that_is_retracted_while_it_ends_is_over_at_once(h):
     assert said == ["speculation ended: requests that are no speculations wait"]
     assert h.tree.speculations.counters.ended == 1
     assert not h.tree.speculations.in_flight
+
+
+def test_a_guess_that_is_over_before_it_comes_in_is_answered_at_once(h):
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    guess = h.request(*prompt("a"), speculative=True)
+    guess.to_finish = FINISH_ABORT("Aborted by AbortReq.")  # while its grammar was compiled
+    on = scheduler(h, h.request(*prompt("x")), max_queued_requests=None)
+    assert arriving(on, guess) == (True, ["Aborted by AbortReq."])
+    assert not h.tree.speculations.in_flight
