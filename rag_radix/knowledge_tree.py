@@ -128,14 +128,23 @@ class KnowledgeTree(UnifiedRadixCache):
         self, req: Any, token_ids: array[int], *, start: int = 0, limit: int | None = None
     ) -> RadixKey:
         """Where the tree has the part of the prompt of `req` that begins at `start`."""
-        shared_tokens = 0
-        # Hashes for storage and events are chained along a path as if it were in one namespace.
-        if req.cache_salt and not (self.enable_storage or self.tree_core.kv_events.enabled):
-            retrieval = Retrieval.of(req, self.settings.max_depth)
-            shared_tokens = self.page_floor(retrieval.shared_tokens) - start
+        shared_tokens = self._public_tokens(req) - start
         return prompt_key(
             token_ids, req.extra_key, req.cache_salt, limit=limit, shared_tokens=shared_tokens
         )
+
+    def path_keys(self, req: Any) -> list[bytes]:
+        """By document of `req` that gets a node of its own: the same for all requests that find
+        it in the same place."""
+        retrieval = Retrieval.of(req, self.settings.max_depth)
+        return retrieval.path_keys(req, self._public_tokens(req))
+
+    def _public_tokens(self, req: Any) -> int:
+        """How much of the prompt of `req`, in whole pages, is without its salt in the tree."""
+        # Hashes for storage and events are chained along a path as if it were in one namespace.
+        if not req.cache_salt or self.enable_storage or self.tree_core.kv_events.enabled:
+            return 0
+        return self.page_floor(Retrieval.of(req, self.settings.max_depth).shared_tokens)
 
     def match_prefix(self, params: Any) -> Any:
         """SGLang's, for prompts whose salt may cover only a part of them."""
@@ -159,7 +168,7 @@ class KnowledgeTree(UnifiedRadixCache):
         retrieval.inserted_end = max(retrieval.inserted_end, path[-1][1] if path else 0)
         retrieval.note_hits(req)
         if self.settings.policy.uses_history:
-            retrieval.path_keys(req)
+            self.path_keys(req)
         if retrieval.counts_now(req):
             self._counting.count(retrieval, path)
         self._rank_uncounted(path)
@@ -356,9 +365,7 @@ class KnowledgeTree(UnifiedRadixCache):
     def _foresee(self) -> None:
         """Note which paths the waiting requests are going to use."""
         requests = islice(self.waiting(), _WAITING_CONSIDERED)
-        self.histories.expect(
-            [Retrieval.of(req, self.settings.max_depth).path_keys(req) for req in requests]
-        )
+        self.histories.expect([self.path_keys(req) for req in requests])
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None:
         """SGLang's, but the end of an eviction doesn't wait for all copies in flight: only its

@@ -140,16 +140,16 @@ class Retrieval:
             ]
         return self._document_keys[index]
 
-    def path_keys(self, req: Any) -> list[bytes]:
-        """By document that gets a node of its own: identifies the prompt up to its end, in
-        its namespace."""
+    def path_keys(self, req: Any, public_tokens: int) -> list[bytes]:
+        """By document that gets a node of its own: identifies the prompt up to its end, in the
+        namespace of its place in the tree, which is without a salt up to `public_tokens`."""
         if self.kept_documents and not self.keys:
             # Processors compute this one faster than the others.
-            salt = self.cache_salt if self.shared_tokens == 0 else None
+            salt = self.cache_salt if public_tokens == 0 else None
             path = sha256(self._namespace(salt))
             tokens, start = memoryview(array("q", req.origin_input_ids)), 0
             for span in self.kept_documents:
-                if salt != self._salt_of(span):
+                if salt != self.cache_salt and span.start >= public_tokens:
                     salt = self.cache_salt
                     path.update(self._namespace(salt))
                 path.update(tokens[start : span.end])

@@ -149,7 +149,7 @@ class WaitingQueue:
         """The documents that `req` will have put into the tree by the end of its prefill."""
         if req.skip_radix_cache_insert or req.finished():
             return []
-        return Retrieval.of(req, self._tree.settings.max_depth).path_keys(req)
+        return self._tree.path_keys(req)
 
     def _current(self, req: Any) -> QueuedRequest:
         queued = self._queued.get(req)
@@ -200,7 +200,7 @@ class WaitingQueue:
         for index, span in enumerate(queued.retrieval.kept_documents):
             end = span.end // page_size * page_size
             if end - cached_tokens >= _WORTH_WAITING_TOKENS:
-                return queued.retrieval.path_keys(queued.req)[index]
+                return self._tree.path_keys(queued.req)[index]
         return None
 
     def _forget_all_but(self, queue: list[QueuedRequest]) -> None:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rag_radix.retrieval import Retrieval
 from rag_radix.speculation import Speculation, Speculations
+
+if TYPE_CHECKING:
+    from rag_radix.knowledge_tree import KnowledgeTree
 
 REFUSED = "speculation refused"
 ENDED = "speculation ended"
@@ -102,18 +105,17 @@ def before_pending_chunked_abort(scheduler: Any) -> None:
 
 def _is_waited_for(scheduler: Any, speculation: Speculation) -> bool:
     """Whether a request waits that isn't better off when `speculation` goes on."""
-    speculations: Speculations = scheduler.tree_cache.speculations
+    tree: KnowledgeTree = scheduler.tree_cache
     return any(
-        not speculations.is_guess(req)
-        and not _computes_for(speculation, req, speculations.retrieval(req))
+        not tree.speculations.is_guess(req) and not _computes_for(speculation, req, tree)
         for req in scheduler.waiting_queue
     )
 
 
-def _computes_for(speculation: Speculation, req: Any, wanted: Retrieval) -> bool:
+def _computes_for(speculation: Speculation, req: Any, tree: KnowledgeTree) -> bool:
     """Whether `speculation` is computing documents that `req` begins with."""
     computing = speculation.retrieval
-    keys = zip(computing.path_keys(speculation.req), wanted.path_keys(req), strict=False)
+    keys = zip(tree.path_keys(speculation.req), tree.path_keys(req), strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], keys))
     return shared > 0 and computing.kept_documents[shared - 1].end > computing.inserted_end
 

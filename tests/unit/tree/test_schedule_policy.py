@@ -155,6 +155,21 @@ def test_a_document_that_two_requests_lack_is_computed_once():
         assert it.policy.report()["held_requests"] == 1
 
 
+@pytest.mark.parametrize("chained", [None, "storage", "events"])
+def test_tenants_wait_for_each_other_where_they_find_each_others_documents(chained, monkeypatch):
+    with passes() as it:
+        if chained == "storage":  # hashes along a path, so the salt covers all of it
+            monkeypatch.setattr(type(it.h.tree), "enable_storage", True)
+        monkeypatch.setattr(it.h.tree.tree_core.kv_events, "enabled", chained == "events")
+        one, other = (it.arrive("a", "b", cache_salt=salt, salt_from=1) for salt in "xy")
+        if chained:
+            assert it.begin() == [one, other]
+        else:
+            assert it.run() == [one]
+            assert it.run() == [other]
+            assert other.cached_tokens_device == 60
+
+
 def test_a_request_waits_for_what_the_batch_in_flight_computes():
     with passes() as it:
         (first,) = batch = [it.arrive("a", "b")]

@@ -161,6 +161,18 @@ def test_a_prefill_goes_on_for_requests_that_wait_for_its_documents(h, waiting, 
     assert guess.rag_retrieval.inserted_end == (80 if ends else 60)
 
 
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_a_prefill_goes_on_for_a_tenant_that_will_find_its_documents(h, is_chained, monkeypatch):
+    monkeypatch.setattr(h.tree.tree_core.kv_events, "enabled", is_chained)
+    guess = h.guess(*prompt("a", "b"), cache_salt="x", salt_from=1)
+    h.admit(guess)
+    h.compute(guess, 30)  # up to the middle of "a", which is public
+    waiting = h.request(*prompt("a", "c"), cache_salt="y", salt_from=1)
+    on = scheduler(h, waiting, chunked_req=guess)
+    yielding.before_pending_chunked_abort(on)
+    assert (on._pending_chunked_abort_req is guess) == is_chained
+
+
 def test_a_prefill_goes_on_for_unannotated_requests_never(h):
     guess = chunked(h)
     on = scheduler(h, h.request(document("x")), chunked_req=guess)
