@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from rag_radix_frontend.chat_speculation import ChatSpeculation
 from rag_radix_frontend.document import Document
 from rag_radix_frontend.errors import ArgumentError, RetrievalError
 from rag_radix_frontend.messages import annotate
+from rag_radix_frontend.processes import PerProcess
 from rag_radix_frontend.retrieval_report import RetrievalLog, RetrievalReport
 from rag_radix_frontend.retriever import Retriever, ScoredDocument, Stage
 
@@ -191,12 +191,17 @@ async def _stages(retriever: Retriever, query: str, k: int) -> AsyncIterator[Sta
             raise RetrievalError(f"{type(retriever).__name__} raised StopIteration") from error
 
     loop = asyncio.get_running_loop()
-    stages = await loop.run_in_executor(_search_threads(), begin)
-    while (stage := await loop.run_in_executor(_search_threads(), next, stages, None)) is not None:
+    stages = await loop.run_in_executor(_THREADS.pool, begin)
+    while (stage := await loop.run_in_executor(_THREADS.pool, next, stages, None)) is not None:
         yield stage
 
 
-@functools.cache
-def _search_threads() -> ThreadPoolExecutor:
-    """More than asyncio's own, which are as few as the cores: a search may be all waiting."""
-    return ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="rag-search")
+class _Threads(PerProcess):
+    """Threads for searches: more than asyncio's own, which are as few as the cores, since a search
+    may be all waiting."""
+
+    def _begin(self) -> None:
+        self.pool = ThreadPoolExecutor(_SEARCH_THREADS, thread_name_prefix="rag-search")
+
+
+_THREADS = _Threads()

@@ -7,7 +7,6 @@ that a speculation costs.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import ssl
@@ -24,6 +23,8 @@ from urllib.request import getproxies, proxy_bypass
 import orjson
 from sglang.utils import http_request
 
+from rag_radix_frontend.processes import PerProcess
+
 # Servers close what is idle for long: SGLang after 5 seconds. Beyond so many, none is kept.
 _MAX_IDLE_S = 3.0
 _MAX_IDLE = 64
@@ -34,7 +35,7 @@ class StaleConnection(ConnectionResetError):
     """A connection that was kept has been closed before a reply began, likely unasked."""
 
 
-class Connections:
+class Connections(PerProcess):
     """Connections to a server, each of which has one request at a time. Safe to share."""
 
     def __init__(self, base_url: str, api_key: str | None = None, verify: str | None = None):
@@ -49,10 +50,12 @@ class Connections:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._is_proxied = parts.scheme in getproxies() and not proxy_bypass(parts.netloc)
+        super().__init__()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         # With the time since when. The one used last is at the end.
         self._idle: list[tuple[HTTPConnection, float]] = []
-        self._process = os.getpid()
 
     def request(
         self,
@@ -128,9 +131,6 @@ class Connections:
 
     def _take(self) -> HTTPConnection | None:
         with self._lock:
-            if self._process != os.getpid():
-                # They are the parent process's.
-                self._process, self._idle = os.getpid(), []
             while self._idle:
                 connection, since_s = self._idle.pop()
                 if time.monotonic() - since_s < _MAX_IDLE_S and _is_silent(connection.sock):

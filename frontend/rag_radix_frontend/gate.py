@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rag_radix_frontend.errors import RequestError
+from rag_radix_frontend.processes import PerProcess
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Candidate(Protocol):
         ...
 
 
-class Gate:
+class Gate(PerProcess):
     """Lets speculations through while the server takes them, and at most so many at a time.
 
     It is shut at first and after every refusal. What comes while it is shut waits, and while
@@ -45,6 +46,9 @@ class Gate:
         """
         self._ask = ask
         self._limit = limit
+        super().__init__()
+
+    def _begin(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[Candidate, None] = {}
         self._inside = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rag_radix_frontend.errors import RequestAborted
+from rag_radix_frontend.processes import PerProcess
 from rag_radix_frontend.workers import WORKERS
 
 _RETRY_S = 0.1
@@ -43,7 +44,7 @@ class Ticket(NamedTuple):
     speculative: bool
 
 
-class InFlight:
+class InFlight(PerProcess):
     """Gives requests their ids, knows which of them are at the server, and ends them.
 
     A state is any object; its requests are forgotten with it. Safe to share between threads.
@@ -51,6 +52,9 @@ class InFlight:
 
     def __init__(self, abort: Callable[[str], None]) -> None:
         self._abort = abort
+        super().__init__()
+
+    def _begin(self) -> None:
         # Reentrant: garbage collection may end a program at any point.
         lock = threading.RLock()
         self._ended = threading.Condition(lock)

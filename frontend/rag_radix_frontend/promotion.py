@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from rag_radix_frontend.processes import PerProcess
 from rag_radix_frontend.workers import WORKERS
 
 _LOG = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class _Question:
     asked_s: float = field(default_factory=time.monotonic)
 
 
-class Promoter:
+class Promoter(PerProcess):
     """Asks for promotions in the background, for all that wait together.
 
     The server answers between two iterations of its scheduler, so a question at a time would
@@ -37,6 +38,9 @@ class Promoter:
     def __init__(self, promote: Callable[[list[str]], Mapping[str, str]]) -> None:
         """`promote` asks the server: the state of each rid, or any exception."""
         self._promote = promote
+        super().__init__()
+
+    def _begin(self) -> None:
         self._changed = threading.Condition()
         self._questions: list[_Question] = []
         self._asking = False

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import add, attrgetter
 
+from rag_radix_frontend.processes import PerProcess
+
 
 @dataclass(frozen=True, slots=True)
 class RetrievalReport:
@@ -52,7 +54,7 @@ class RetrievalReport:
 _values = attrgetter(*(field.name for field in fields(RetrievalReport)))
 
 
-class RetrievalLog:
+class RetrievalLog(PerProcess):
     """A report that grows, from any thread, and with it the report of all retrievals together."""
 
     def __init__(
@@ -60,11 +62,14 @@ class RetrievalLog:
         total: RetrievalLog | None = None,
         publish: Callable[[RetrievalReport], None] | None = None,
     ) -> None:
-        # Reentrant, as garbage collection may end a program in the middle of add().
-        self._lock = threading.RLock()
         self._report = RetrievalReport()
         self._total = total
         self._publish = publish
+        super().__init__()
+
+    def _begin(self) -> None:
+        # Reentrant, as garbage collection may end a program in the middle of add().
+        self._lock = threading.RLock()
 
     @property
     def report(self) -> RetrievalReport:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+
+from rag_radix_frontend.processes import PerProcess
 
 _IDLE_S = 1.0
 
 Work = Callable[[], None]
 
 
-class Workers:
+class Workers(PerProcess):
     """Runs any number of things at once, on daemon threads that stay for a second afterwards.
 
     There is no lock, since garbage collection may end a program, and so start work, anywhere.
     """
 
-    def __init__(self) -> None:
+    def _begin(self) -> None:
         # Where threads that are idle wait for work; the last one is the youngest.
         self._idle: deque[queue.SimpleQueue[Work]] = deque()
 
@@ -53,5 +54,3 @@ class Workers:
 
 
 WORKERS = Workers()
-# A process that was forked has none of its parent's threads.
-os.register_at_fork(after_in_child=WORKERS._idle.clear)

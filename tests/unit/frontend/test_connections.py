@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import ssl
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from rag_radix_frontend import connections as module
 from rag_radix_frontend.connections import Connections, StaleConnection
+from unit.frontend.test_processes import in_a_forked_process
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"a": 1}'
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -217,7 +217,8 @@ def test_a_server_that_is_gone_is_an_error(server: Server) -> None:
 def test_a_forked_process_has_connections_of_its_own(server: Server) -> None:
     connections = Connections(server.url)
     connections.request("/x", {})
-    connections._process = os.getpid() + 1
+    assert in_a_forked_process(lambda: connections.request("/x", {}).json()) == {"a": 1}
+    assert server.connected == 2
     connections.request("/x", {})
     assert server.connected == 2
 
