@@ -60,6 +60,7 @@ def _after_init(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
     # SGLang makes a new list whenever requests leave the queue.
     scheduler.tree_cache.control.longest_request_tokens = scheduler.max_req_len
     scheduler.tree_cache.waiting = lambda: scheduler.waiting_queue
+    scheduler.tree_cache.storing.is_idle = lambda: scheduler.is_fully_idle(for_health_check=True)
     metrics.install(scheduler)
 
 
@@ -194,6 +195,7 @@ SURFACE: dict[str, tuple[str, ...]] = {
             "_release_aborted_request": ("req",),
             "process_pending_chunked_abort": (),
             "get_new_batch_prefill": ("running_batch",),
+            "is_fully_idle": ("for_health_check", "ignore_waiting"),
             "send_abort_output": ("abort_req", "req"),
             "stash_chunked_request": ("req",),
             "get_num_allocatable_reqs": (

@@ -22,6 +22,7 @@ DEFAULT_PIN_HOST_SHARE = 0.5
 MAX_PIN_SHARE = 0.9
 
 DEFAULT_STORE_AFTER = 2
+DEFAULT_PRELOAD_HOST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class TreeSettings:
         store_after: With a storage backend, retrievals of a node from which on it is copied to
             host and written ahead of its eviction.
         storage_gib: What the files of storage may take, all ranks together; None for no limit.
+        preload_host_share: How full the host tier may get by what is loaded from files after a
+            start, before anybody asks for it.
     """
 
     policy: ReplacementPolicy
@@ -62,6 +65,7 @@ class TreeSettings:
     warm: str | None = None
     store_after: int = DEFAULT_STORE_AFTER
     storage_gib: float | None = None
+    preload_host_share: float = DEFAULT_PRELOAD_HOST_SHARE
 
 
 _NO_KEYS = ("policy", "prefill_cost", "cost_source")
@@ -77,8 +81,8 @@ def parse_settings(
 
     `cost_table` of the config names a file for `PrefillCostTable.load`; without it the table
     is `default_cost()`. `swap_out`, `max_depth`, `trace`, `reorder_window`, `max_prefill_bs`,
-    `retire_older_versions`, `warm`, `store_after`, `storage_gib` and the `pin_` shares are those
-    of `TreeSettings`. The other keys belong to the policy.
+    `retire_older_versions`, `warm`, `store_after`, `storage_gib`, `preload_host_share` and the
+    `pin_` shares are those of `TreeSettings`. The other keys belong to the policy.
 
     Raises:
         ConfigError: Unknown policy or key, a wrong value, or an unusable cost table.
@@ -120,6 +124,9 @@ def parse_settings(
     storage_gib = config.pop("storage_gib", None)
     if storage_gib is not None and not (type(storage_gib) in (int, float) and storage_gib > 0):
         raise _wrong("storage_gib", storage_gib, "give a positive number of GiB, or null")
+    preload_share = config.pop("preload_host_share", DEFAULT_PRELOAD_HOST_SHARE)
+    if type(preload_share) not in (int, float) or not 0 <= preload_share <= 1:
+        raise _wrong("preload_host_share", preload_share, "give a share of the tier from 0 to 1")
     return TreeSettings(
         policy=_policy(policy_name, config),
         prefill_cost=default_cost() if path is None else PrefillCostTable.load(path),
@@ -132,6 +139,7 @@ def parse_settings(
         warm=warm,
         store_after=store_after,
         storage_gib=storage_gib,
+        preload_host_share=preload_share,
         **counts,
     )
 

@@ -11,10 +11,12 @@ from typing import Any
 from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.managers.cache_controller import CacheOperation
 from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
     DecLockRefParams,
     DecLockRefResult,
     EvictResult,
     IncLockRefResult,
+    MatchPrefixParams,
     MatchResult,
     TreeLock,
 )
@@ -53,6 +55,7 @@ __all__ = [
     "SGLANG_VERSION",
     "BackupKV",
     "CacheOperation",
+    "CacheRequestHandle",
     "ComponentData",
     "ComponentType",
     "DecLockRefParams",
@@ -65,6 +68,7 @@ __all__ = [
     "HiCacheStorage",
     "HostKVCache",
     "IncLockRefResult",
+    "MatchPrefixParams",
     "MatchResult",
     "OngoingCopy",
     "RadixKey",
@@ -137,6 +141,21 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "write_backup_storage": ("self", "node_id"),
             "_handle_prefetch_result": ("self", "operation"),
             "release_aborted_request": ("self", "request"),
+            "prefetch_from_storage": (
+                "self",
+                "request",
+                "last_host_node_id",
+                "new_input_tokens",
+                "last_hash",
+                "prefix_keys",
+                "matched_prefix_tokens",
+                "extra_key",
+                "cache_salt",
+                "storage_hit_end",
+            ),
+            "pop_prefetch_loaded_span": ("self", "request"),
+            "finish_storage_prefetch_admission": ("self", "request", "fulfilled_tokens", "reason"),
+            "get_last_hash_value": ("self", "node_id"),
             "_all_reduce_attn_groups": ("self", "tensor", "op"),
         }.items()
     },

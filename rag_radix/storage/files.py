@@ -6,22 +6,25 @@ import errno
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rag_radix.storage.index import PageIndex, Segment
+from rag_radix.storage.index import PageIndex, Segment, StoredPath
 from rag_radix.storage.segment import (
     SUFFIX,
     DamagedFileError,
     Header,
     Name,
     file_name,
+    packed,
     page_digest,
     read_header,
     read_pages,
     remove_leftovers,
     segment_bytes,
+    unpacked,
     write_segment,
 )
 
@@ -68,12 +71,20 @@ class Promise:
         mark: Hash of the last page of their node.
         names: Documents of the node.
         namespace: Name of the one that it is in.
+        tokens: Of all pages; none where files mustn't have them.
     """
 
     parent: dict[str, str | None]
     mark: str
     names: tuple[Name, ...]
     namespace: str
+    tokens: array[int]
+
+    def tokens_of(self, pages: Sequence[str]) -> array[int]:
+        """Of consecutive pages."""
+        per_page = len(self.tokens) // len(self.parent)
+        first = list(self.parent).index(pages[0])
+        return self.tokens[first * per_page : (first + len(pages)) * per_page]
 
 
 @dataclass(slots=True)
@@ -214,6 +225,11 @@ class SegmentFiles:
         with self._lock:
             return self._index.names_at(mark)
 
+    def path_to(self, page: str) -> StoredPath | None:
+        """See `PageIndex.path_to`."""
+        with self._lock:
+            return self._index.path_to(page)
+
     # Reading
 
     def read(self, hashes: Sequence[str], pages: Sequence[memoryview]) -> int:
@@ -250,10 +266,11 @@ class SegmentFiles:
         hashes: Sequence[str],
         names: Sequence[Name],
         namespace: str = "",
+        tokens: array[int] | None = None,
     ) -> None:
         """Let the pages of a node be written, until they are or are discarded."""
         chain = dict(zip(hashes, (parent, *hashes[:-1]), strict=True))
-        promise = Promise(chain, hashes[-1], tuple(names), namespace)
+        promise = Promise(chain, hashes[-1], tuple(names), namespace, tokens or array("q"))
         with self._lock:
             self._promised.update(dict.fromkeys(hashes, promise))
 
@@ -284,6 +301,7 @@ class SegmentFiles:
                 mark_pages=len(promise.parent),
                 names=promise.names,
                 namespace=promise.namespace,
+                tokens=packed(promise.tokens_of(rest)),
             )
             return self._write(promise, header, pages[there:])
 
@@ -401,8 +419,13 @@ class SegmentFiles:
             pages = [memoryview(bytearray(header.page_bytes)) for _ in range(kept)]
             try:
                 read_pages(segment.path, header, 0, pages)
+                tokens = unpacked(header.tokens)
                 shorter = replace(
-                    header, hashes=header.hashes[:kept], digests=header.digests[:kept], names=()
+                    header,
+                    hashes=header.hashes[:kept],
+                    digests=header.digests[:kept],
+                    names=(),
+                    tokens=packed(tokens[: len(tokens) // len(header.hashes) * kept]),
                 )
                 path = self.directory / file_name(shorter.hashes)
                 size = write_segment(path, shorter, pages)

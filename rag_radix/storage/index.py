@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from rag_radix.storage.segment import Header, Name
+from rag_radix.storage.segment import Header, Name, unpacked
 
 _K = TypeVar("_K")
 
@@ -20,6 +21,22 @@ class Segment:
     path: Path
     header: Header
     bytes: int
+
+
+class StoredPath(NamedTuple):
+    """A prompt's beginning, as files have it.
+
+    Attributes:
+        tokens: Of whole pages.
+        names: Documents by the page with which their node ends.
+    """
+
+    tokens: array[int]
+    names: dict[str, tuple[Name, ...]]
+
+    def as_bytes(self) -> bytes:
+        """The same for the same path, however it is cut into files."""
+        return self.tokens.tobytes() + repr(sorted(self.names.items())).encode()
 
 
 class PageIndex:
@@ -132,6 +149,29 @@ class PageIndex:
             return None
         index = segment.header.hashes.index(page)
         return segment.header.hashes[index - 1] if index else segment.header.parent
+
+    def path_to(self, page: str) -> StoredPath | None:
+        """What a prompt begins with whose last page is `page`; None where a page of it isn't
+        there, or its tokens aren't known."""
+        parts: list[array[int]] = []
+        names: dict[str, tuple[Name, ...]] = {}
+        above: str | None = page
+        while above is not None:
+            segment = self._pages.get(above)
+            if segment is None or not segment.header.tokens:
+                return None
+            hashes = segment.header.hashes
+            pages = hashes.index(above) + 1
+            tokens = unpacked(segment.header.tokens)
+            parts.append(tokens[: len(tokens) // len(hashes) * pages])
+            for each in hashes[:pages]:
+                if found := self.names_at(each):
+                    names[each] = tuple(sorted(found))
+            above = segment.header.parent
+        tokens = array("q")
+        for part in reversed(parts):
+            tokens.extend(part)
+        return StoredPath(tokens, names)
 
     def below(self, hashes: Iterable[str]) -> dict[str, None]:
         """`hashes` and all pages below them."""

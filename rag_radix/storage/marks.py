@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rag_radix.policies.base import Rank, TierName
@@ -60,6 +60,9 @@ class Mark:
         marked = [_name(o.document, o.tokens) for o in node.occurrences]
         unmarked = [_name(document, 0) for document in node.unmarked_documents]
         return tuple(dict.fromkeys((*self._names, *marked, *unmarked)))
+
+    def also_named(self, names: Iterable[Name]) -> None:
+        self._names = tuple(dict.fromkeys((*self._names, *names)))
 
     @property
     def pages(self) -> int:
@@ -184,6 +187,16 @@ class Marks:
                 self._named.setdefault(name.id, {})[mark.key] = None
             if mark.names_forgotten:
                 self._unclear[mark.key] = None
+
+    def also_named(self, key: str, names: Iterable[Name]) -> None:
+        """The node that ends with the page `key` has these documents, too."""
+        mark = self._marks.get(key)
+        if mark is None:
+            mark = Mark(key, self)
+            self.add(mark)
+        mark.also_named(names)
+        if mark.node is None:
+            self.left(mark)
 
     def absent(self, selector: Selector) -> list[Mark]:
         """Of nodes that aren't in the tree those that `selector` may mean."""

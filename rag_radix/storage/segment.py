@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import struct
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 import orjson
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SUFFIX = ".kv"
 _TEMPORARY = ".tmp"
 _MAGIC = b"RAGRADIX"
@@ -58,6 +60,7 @@ class Header:
         mark_pages: Pages of that node.
         names: Its documents.
         namespace: Name of the one that it is in.
+        tokens: Of all pages, see `packed`; empty in a tenant's namespace.
     """
 
     identity: str
@@ -69,6 +72,17 @@ class Header:
     mark_pages: int
     names: tuple[Name, ...]
     namespace: str = ""
+    tokens: str = ""
+
+
+def packed(tokens: array[int]) -> str:
+    """Token ids (an `array` of "q") as text."""
+    return b64encode(tokens.tobytes()).decode()
+
+
+def unpacked(text: str) -> array[int]:
+    """What was `packed`. Raises ValueError for any other text."""
+    return array("q", b64decode(text))
 
 
 def file_name(hashes: Sequence[str]) -> str:

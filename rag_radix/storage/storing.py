@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from hashlib import sha256
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,12 @@ from rag_radix.errors import UnsupportedError
 from rag_radix.node import Occurrence
 from rag_radix.retrieval import Retrieval
 from rag_radix.statistics import DocumentKey, namespace_name
+from rag_radix.storage.agreement import is_alike
 from rag_radix.storage.backend import VerifiedFiles
 from rag_radix.storage.files import SegmentFiles
 from rag_radix.storage.identity import identity, identity_name, rank_name
 from rag_radix.storage.marks import Mark, Marks
+from rag_radix.storage.preloading import Preloading
 from rag_radix.storage.segment import Name
 from rag_radix.storage.sidecar import FORMAT_VERSION, Sidecar
 
@@ -48,12 +49,16 @@ class Storing:
 
     Attributes:
         marks: Of the nodes that are stored.
+        preloading: What comes to host by itself after a start.
+        is_idle: Whether nothing is computed and nobody waits.
     """
 
     def __init__(self, tree: KnowledgeTree, weights: Callable[[], int]) -> None:
         self._tree = tree
         self._weights = weights
         self.marks = Marks()
+        self.preloading: Preloading | None = None
+        self.is_idle: Callable[[], bool] = lambda: True
         self._files: SegmentFiles | None = None
         self._sidecar: Sidecar | None = None
         self._saved_time = 0
@@ -106,6 +111,7 @@ class Storing:
             len(self.marks),
             len(tree.document_frequencies),
         )
+        self.preloading = Preloading(tree, self.marks, self._files, lambda: self.is_idle())
 
     def _agreed_weights(self) -> str:
         """Of all ranks, the same on all of them."""
@@ -125,6 +131,11 @@ class Storing:
     def detached(self) -> None:
         """SGLang has let go of the backend. Invalidation still reaches its files."""
         self._sidecar = None
+        self._stop_preloading()
+
+    def _stop_preloading(self) -> None:
+        if self.preloading is not None:
+            self.preloading.stop()
 
     def finish(self) -> None:
         """Give what is queued time to be written, and save the statistics."""
@@ -137,6 +148,7 @@ class Storing:
 
     def reset(self) -> None:
         """All nodes have left the tree, and SGLang has forgotten what was to be written."""
+        self._stop_preloading()
         self.marks.tree_reset()
         if self._files is not None:
             self._files.break_promises()
@@ -173,8 +185,12 @@ class Storing:
         node.mark = self.marks.attach(node, hashes[-1])
         if self._files is not None and not self._tree.cache_controller.backup_skip:
             parent = node.parent.hash_value
-            mark = node.mark
-            self._files.promise(parent[-1] if parent else None, hashes, mark.names, mark.namespace)
+            mark, key = node.mark, node.key
+            # What a tenant has asked can't be read in files.
+            tokens = None if mark.namespace or key.is_bigram else key.raw_token_ids()
+            self._files.promise(
+                parent[-1] if parent else None, hashes, mark.names, mark.namespace, tokens
+            )
 
     def hot(self, path: Iterable[DocumentNode]) -> list[DocumentNode]:
         """What of `path` has been used often enough to be copied and stored ahead of eviction;
@@ -201,9 +217,14 @@ class Storing:
 
     # In
 
-    def restored(self, node: DocumentNode, req: Any) -> None:
-        """`node` has come from storage for `req`: cut it where nodes were, name it and give it the
-        statistics that it had."""
+    def restored(self, node: DocumentNode, req: Any, handle: Any) -> None:
+        """`node` has come from storage: cut it where nodes were, name it and give it the
+        statistics that it had.
+
+        Args:
+            req: The request that it was read for; None where that has ended, or there is none.
+            handle: SGLang's of the reading.
+        """
         tree, core = self._tree, self._tree.tree_core
         there = core.path_to(node.id)[:-1]
         done = 0
@@ -213,10 +234,13 @@ class Storing:
         if req is not None:
             retrieval = Retrieval.of(req, tree.settings.max_depth)
             tree._cut_and_name(retrieval, core.path_to(node.id), req)
+        preloading = self.preloading
+        names_all = preloading is not None and preloading.is_loading(handle)
         path = core.path_to(node.id)
         for piece in path:
             if piece not in there:
-                if req is None:
+                is_known = names_all and self.marks.get(piece.hash_value[-1]) is not None
+                if req is None and not is_known:
                     core.forget_names(piece)
                 self._recall(piece)
         for above, below in zip(path[-2::-1], path[:0:-1], strict=True):
@@ -332,6 +356,8 @@ class Storing:
     def poll(self) -> None:
         """A scheduling pass begins; on all ranks, and on each as often."""
         self._save_if_due()
+        if self.preloading is not None:
+            self.preloading.poll()
         self._polls += 1
         if self._polls % _POLLS == 0:
             is_due = torch.tensor(int(self._files is not None and self._files.is_to_try_again()))
@@ -364,7 +390,9 @@ class Storing:
                 theirs = orjson.loads(others)
                 for fields in theirs["marks"]:
                     if _has(files, fields["key"]):
-                        stored.setdefault(fields["key"], fields)
+                        mine = stored.setdefault(fields["key"], fields)
+                        names = map(tuple, (*mine["names"], *fields["names"]))
+                        mine["names"] = list(dict.fromkeys(names))
                 for id, version, namespace, count in theirs["documents"]:
                     key = id, version, namespace
                     counts[key] = max(counts.get(key, 0), count)
@@ -379,10 +407,7 @@ class Storing:
     def _restore(self, text: bytes) -> None:
         """Take over what an earlier server has saved, if all ranks have read the same."""
         tree = self._tree
-        digest = int.from_bytes(sha256(text).digest()[:7], "little")
-        both = torch.tensor([digest, -digest])
-        tree._all_reduce_attn_groups(both, torch.distributed.ReduceOp.MIN)
-        if int(both[0]) != -int(both[1]):
+        if not is_alike(tree, text):
             logger.warning("Storage: ranks have read different statistics, which are ignored")
             return
         if not text:
@@ -419,6 +444,7 @@ class Storing:
             "bytes": files.bytes,
             "known_nodes": len(self.marks),
             **asdict(files.counters),
+            "preloaded": None if self.preloading is None else asdict(self.preloading.progress),
         }
 
 

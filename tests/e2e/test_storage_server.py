@@ -21,11 +21,17 @@ FLAGS += ["--hicache-ratio", "4", "--hicache-storage-backend", "file"]
 FLAGS += ["--hicache-storage-prefetch-policy", "wait_complete"]
 FLAGS += ["--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE})]
 DEADLINE_S = 60.0
+# Every call into the tree is compared between the ranks, and a difference ends the server.
+TWO_RANKS = {
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+}
 
 
 def flags(directory, **settings):
-    """Files in `directory`; every document is written after its prefill."""
-    config = json.dumps({"store_after": 1, **settings})
+    """Files in `directory`; every document is written after its prefill, and read again when it
+    is asked for."""
+    config = json.dumps({"store_after": 1, "preload_host_share": 0, **settings})
     storage = ["--file-storage-path", str(directory)]
     return [*FLAGS, *storage, "--radix-eviction-policy-config", config]
 
@@ -145,11 +151,7 @@ def test_two_servers_with_one_directory_have_each_others_documents(tmp_path):
 def test_two_ranks_read_and_invalidate_alike(tmp_path):
     model, files = make_tiny_llama(tmp_path / "model"), tmp_path / "files"
     prompts = make_prompts(12, page_size=PAGE, chunk_tokens=128)
-    # Every call into the tree is compared between the ranks, and a difference ends the server.
-    env = {
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
-    }
+    env = TWO_RANKS
     first = prompts[0].documents[0][0]
     with running_server(model, *flags(files), "--tp-size", "2", env=env) as server:
         answers = cold_answers(server, prompts)
@@ -163,6 +165,36 @@ def test_two_ranks_read_and_invalidate_alike(tmp_path):
         server.post("/rag/invalidate", {"id": first})
         for prompt, expected in zip(prompts, answers, strict=True):
             assert from_storage(server, prompt)[0] == expected
+        assert_intact(server)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_crash_documents_are_on_host_before_the_first_question(tmp_path, ranks):
+    model, files = make_tiny_llama(tmp_path / "model"), tmp_path / "files"
+    prompts = make_prompts(12, page_size=PAGE, chunk_tokens=128)
+    settings, env = [*flags(files, preload_host_share=1), "--tp-size", str(ranks)], {}
+    if ranks == 2:
+        env = TWO_RANKS
+    with running_server(model, *settings, env=env) as server:
+        answers = cold_answers(server, prompts)
+        wait_until_written(server)
+        end(server, signal.SIGKILL)
+    with running_server(model, *settings, env=env) as server:
+        deadline = time.monotonic() + DEADLINE_S
+        while (preloaded := storage(server)["preloaded"])["state"] == "running":
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert preloaded["state"] == "done"
+        assert "are on host again (done)" in server.log()
+        host = server.get("/rag/stats")["host"]
+        assert host["cached_tokens"] >= preloaded["tokens"] > 0
+        for prompt, expected in zip(prompts, answers, strict=True):
+            reply = server.generate(**prompt.body())
+            details = reply["meta_info"]["cached_tokens_details"] or {}
+            assert tuple(reply["output_ids"]) == expected
+            assert details.get("storage", 0) == 0
+            if prompt is prompts[0]:
+                assert details["host"] > 0
         assert_intact(server)
 
 

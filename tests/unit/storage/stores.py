@@ -20,7 +20,7 @@ def server(directory: Path, *, waits_s: float | None = None, **options: Any) -> 
     It ends as if killed, unless it is stopped."""
     from sglang.srt.runtime_context import get_parallel
 
-    config = {"store_after": 1, **options.pop("policy_config", {})}
+    config = {"store_after": 1, "preload_host_share": 0, **options.pop("policy_config", {})}
     ranks = {"tp_rank": 0, "pp_rank": 0, "attn_dcp_rank": 0}
     extra = {
         "prefetch_threshold": 1,
@@ -74,7 +74,7 @@ class Store:
         self.h.finish(req)
         self.settle()
         self.h.check()
-        if self.tree.prefetch_stop_policy == "wait_complete":
+        if self.tree.prefetch_stop_policy == "wait_complete" and not self.tree.ongoing_prefetch:
             self.check_host()
         return req
 

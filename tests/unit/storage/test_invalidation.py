@@ -182,7 +182,11 @@ def test_nothing_stale_is_ever_found_whatever_comes_between(tmp_path, seed):
             device_tokens=rng.choice((250, 500)),
             host_tokens=rng.choice((200, 600)),
             page_size=4,
-            policy_config={"store_after": rng.choice((1, 2)), "storage_gib": 40_000 / 2**30},
+            policy_config={
+                "store_after": rng.choice((1, 2)),
+                "storage_gib": 40_000 / 2**30,
+                "preload_host_share": rng.choice((0, 0.5, 1)),
+            },
         ) as store:
             for question in range(10):
                 if rng.random() < 0.25:

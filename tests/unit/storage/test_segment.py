@@ -71,7 +71,7 @@ def test_a_file_cut_off_anywhere_is_noticed(written):
 def test_another_format_is_named(written, monkeypatch):
     path, _ = written
     monkeypatch.setattr(segment, "FORMAT_VERSION", 99)
-    with pytest.raises(DamagedFileError, match="format 1, not 99"):
+    with pytest.raises(DamagedFileError, match="format 2, not 99"):
         read_header(path)
 
 

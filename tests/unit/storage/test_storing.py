@@ -249,7 +249,10 @@ def test_any_requests_and_restarts_leave_every_kv_right(tmp_path, policy):
             host_tokens=rng.choice((150, 600)),
             page_size=4,
             policy=policy,
-            policy_config={"store_after": rng.choice((1, 2))},
+            policy_config={
+                "store_after": rng.choice((1, 2)),
+                "preload_host_share": rng.choice((0, 0.5, 1)),
+            },
         ) as store:
             for question in range(12):
                 names = rng.choices("abcdef", weights=(9, 6, 4, 2, 1, 1), k=rng.randint(1, 3))
