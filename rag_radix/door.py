@@ -12,6 +12,7 @@ Ways in, and where each is checked before anything runs:
 - `/generate`: `serve_generate_request`, because a stream has sent its status 200 by the time it
   calls `generate_request`.
 - `/v1/chat/completions`: the conversion of the chat to a native request.
+- Aborts: one that comes before its request has left for the schedulers is sent again behind it.
 - Extra HTTP workers (`--tokenizer-worker-num`): SGLang loads no plugins there, so they are given
   an app that does (`rag_radix.http_app`).
 
@@ -41,6 +42,7 @@ from rag_radix.errors import (
 from rag_radix.http_routes import Call, add_routes
 from rag_radix.names import BACKEND
 from rag_radix.settings import check_settings
+from rag_radix.sglang_compat import abort_dispatched
 from rag_radix.vocabulary import check_token_ids
 
 __all__ = ["TARGETS", "check_front_end", "counters", "install", "is_applied", "selected", "verify"]
@@ -55,6 +57,7 @@ _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 # Every name of SGLang's that this package hooks on the request's way in, and before there is one.
 TARGETS = {
     "generate": f"{_MANAGER}.TokenizerManager.generate_request",
+    "dispatched": f"{_MANAGER}.TokenizerManager._mark_state_dispatched",
     "arguments": "sglang.srt.server_args.ServerArgs.check_server_args",
     "manager_ready": f"{_MANAGER}.TokenizerManager.init_request_dispatcher",
     "workers": "sglang.srt.managers.multi_tokenizer_mixin.MultiTokenizerRouter.__init__",
@@ -78,6 +81,7 @@ def install() -> None:
     # will: don't make schedulers import it.
     if multiprocessing.parent_process() is None or _MANAGER in sys.modules:
         _register("generate", _before_generate, "before")
+        _register("dispatched", _after_dispatched, "after")
         _register("manager_ready", _after_manager_ready, "after")
         _register("workers", _before_workers, "before")
         _register("arguments", _before_arguments, "before")
@@ -195,6 +199,12 @@ def _before_generate(manager: Any, request: Any, *_args: Any, **_kwargs: Any) ->
     check_token_ids(request.input_ids, manager.model_config.vocab_size)
     if _counting_refusals(admit, request, manager):
         counters.add(annotated_requests=1)
+
+
+def _after_dispatched(_result: None, manager: Any, rid: str) -> None:
+    """SGLang sends an abort once, and the schedulers ignore one whose request they don't know."""
+    if selected(manager.server_args):
+        abort_dispatched(manager, rid)
 
 
 async def _around_native_http(original: Callable[..., Any], obj: Any, request: Any) -> Any:

@@ -77,6 +77,7 @@ __all__ = [
     "UnifiedRadixCache",
     "UnifiedTreeCore",
     "UnifiedTreeNode",
+    "abort_dispatched",
     "check_sglang",
     "compute_node_hash_values",
     "create_unified_radix_cache",
@@ -277,6 +278,16 @@ def is_finished_unaborted(req: Any) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def abort_dispatched(manager: Any, rid: str) -> None:
+    """Abort the request `rid`, which has just left for the schedulers, if SGLang's tokenizer
+    manager was told to before."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    state = manager.rid_to_state.get(rid)
+    if state is not None and state.abort_sent:
+        manager._dispatch_to_scheduler(AbortReq(rid=rid))
 
 
 def device_bytes_per_token(tree: UnifiedRadixCache) -> int:

@@ -14,10 +14,12 @@ import pytest
 
 from rag_radix import door
 from rag_radix.errors import UnsupportedError
+from rag_radix.sglang_compat import abort_dispatched
 
 PARAMETERS = {
     "arguments": ["self"],
     "generate": ["self", "obj", "request"],
+    "dispatched": ["self", "rid"],
     "manager_ready": ["self"],
     "workers": ["self", "server_args", "port_args"],
     "native_http": ["obj", "request"],
@@ -62,6 +64,50 @@ def test_the_manager_has_what_admission_reads() -> None:
     source = inspect.getsource(TokenizerManager)
     for name in ("tokenizer", "context_len", "max_req_input_len", "allow_auto_truncate"):
         assert f"self.{name} = " in source
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_sglang_sends_an_abort_once_and_we_send_an_early_one_again(
+    is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+
+    sent: list[AbortReq] = []
+    monkeypatch.setattr(
+        TokenizerManager, "_dispatch_to_scheduler", lambda self, req: sent.append(req)
+    )
+    manager = object.__new__(TokenizerManager)
+    manager.enable_metrics = False
+    state = ReqState([], False, None, None, None)
+    manager.rid_to_state = {"known": state}
+
+    def dispatch() -> None:
+        manager._mark_state_dispatched("known")
+        assert state.dispatched
+        abort_dispatched(manager, "known")
+
+    if is_early:
+        manager.abort_request("known")
+        dispatch()
+    else:
+        dispatch()
+        manager.abort_request("known")
+    manager.abort_request("known")
+    assert [req.rid for req in sent] == ["known"] * (2 if is_early else 1)
+    abort_dispatched(manager, "unknown")
+
+
+def test_a_request_counts_as_dispatched_once_it_has_left_for_the_schedulers() -> None:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    for name in ("_send_one_request", "_send_batch_request"):
+        source = inspect.getsource(getattr(TokenizerManager, name))
+        left, marked = (
+            source.find("_dispatch_to_scheduler("),
+            source.find("_mark_state_dispatched("),
+        )
+        assert 0 < left < marked
 
 
 def run(program: str) -> str:

@@ -307,6 +307,18 @@ def test_cancelled_as_soon_as_it_is_sent(server):
     assert added["started"] == added["cancelled"] == 20
 
 
+def test_cancelled_before_it_has_left_for_the_scheduler(server):
+    with counting(server) as added:
+        server.post("/pause_generation", {"mode": "in_place"})
+        guess = Answer(server, 1, speculative=True, output_tokens=LONG)
+        for _ in range(20):  # ignored until it is known; SGLang sends on the first one after that
+            time.sleep(0.02)
+            guess.cancel()
+        server.post("/continue_generation", {})
+        assert guess.abort()["type"] == "abort"
+    assert added == {"started": 1, "cancelled": 1}
+
+
 def test_cancelled_while_it_decodes(server):
     with counting(server) as added:
         guess = Answer(server, 1, output_tokens=LONG, speculative=True).decoding()
