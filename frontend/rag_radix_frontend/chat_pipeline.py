@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +110,11 @@ async def retrieve_and_generate(
     guess: ChatSpeculation | None = None
     documents: tuple[Document, ...] = ()
     stages = 0
+
+    async def ask() -> Any:
+        request = _request(build_messages, documents, strict, options)
+        return await client.chat.completions.create(**request)
+
     try:
         async for stage in _stages(retriever, query, k):
             stages += 1
@@ -136,6 +141,10 @@ async def retrieve_and_generate(
             )
         )
         if guess is not None and await guess.promote(ended_s):
+            if options.get("stream"):
+                completion = _chunks(guess, ask)
+                guess = None
+                return RetrievedAnswer(stage.documents, completion, log.report)
             # If it has failed after all, it is asked for in the ordinary way, with its retries.
             with contextlib.suppress(Exception):
                 completion = await guess.result()
@@ -144,10 +153,25 @@ async def retrieve_and_generate(
     finally:
         if guess is not None:
             guess.discard()
-    completion = await client.chat.completions.create(
-        **_request(build_messages, documents, strict, options)
-    )
-    return RetrievedAnswer(stage.documents, completion, log.report)
+    return RetrievedAnswer(stage.documents, await ask(), log.report)
+
+
+async def _chunks(kept: ChatSpeculation, ask: Callable[[], Awaitable[Any]]) -> AsyncIterator[Any]:
+    """The chunks of a stream that was asked for ahead. If it fails before the first one, they are
+    those of a stream that is asked for in the ordinary way."""
+    has_begun = False
+    try:
+        async with contextlib.aclosing(kept.chunks()) as chunks:
+            async for chunk in chunks:
+                has_begun = True
+                yield chunk
+            return
+    except Exception:
+        if has_begun:
+            raise
+    async with await ask() as stream:
+        async for chunk in stream:
+            yield chunk
 
 
 def chat_retrievals(client: Any) -> RetrievalReport:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from rag_radix_frontend.chat_server import ChatServer
@@ -77,16 +77,14 @@ class ChatSpeculation:
             self._server.end(self._rid, self._task)
 
     async def result(self) -> Any:
-        """What `create` returns; of a stream, an iterator of its chunks. Raises what it raises."""
-        if self._options.get("stream"):
-            return self._chunks()
+        """What `create` returns, if it is no stream; raises what it raises."""
         await asyncio.wait([self._task])
         if self._error is not None:
             raise self._error
         return self._events[0]
 
-    async def _chunks(self) -> AsyncIterator[Any]:
-        """First all there are, then the rest as it comes."""
+    async def chunks(self) -> AsyncGenerator[Any, None]:
+        """The chunks of a stream: first all there are, then the rest as it comes."""
         handed_out = 0
         try:
             while handed_out < len(self._events) or not self._task.done():

@@ -66,6 +66,22 @@ class Request:
             self.ended = True
 
 
+class ChunkStream:
+    """As much of `openai.AsyncStream` as is used."""
+
+    def __init__(self, request: Request) -> None:
+        self._chunks = request.chunks()
+
+    def __aiter__(self) -> Any:
+        return self._chunks
+
+    async def __aenter__(self) -> ChunkStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._chunks.aclose()
+
+
 class FakeClient:
     """As much of `openai.AsyncOpenAI` as is used, and the server behind it."""
 
@@ -89,7 +105,7 @@ class FakeClient:
             self.requests.append(request)
             self.arrived.notify_all()
         if request.stream:
-            return request.chunks()
+            return ChunkStream(request)
         return "".join([piece async for piece in request.chunks()])
 
     async def get(self, url: str, cast_to: type) -> Any:
@@ -206,6 +222,47 @@ def test_a_stream_that_is_left_is_ended():
         while not guess.ended:
             await asyncio.sleep(0)
         assert client.aborted == [guess.rid]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_stream_that_fails_before_its_first_chunk_is_asked_for_again(is_left):
+    async def scenario(client, steps):
+        answer = ask(client, steps, stream=True)
+        steps.send(A)
+        guess = await client.request(0)
+        steps.send(A, final=True)
+        chunks = (await answer).completion
+        guess.pieces.put_nowait(ConnectionError("gone"))
+        first = asyncio.create_task(anext(chunks))
+        request = await client.request(1)
+        assert not request.speculative
+        request.pieces.put_nowait("one")
+        assert await first == "one"
+        if is_left:
+            await chunks.aclose()
+        else:
+            request.finish("two")
+            assert [chunk async for chunk in chunks] == ["two"]
+        assert request.ended
+
+    run(scenario)
+
+
+def test_a_stream_that_fails_later_raises_that():
+    async def scenario(client, steps):
+        answer = ask(client, steps, stream=True)
+        steps.send(A)
+        guess = await client.request(0)
+        steps.send(A, final=True)
+        guess.pieces.put_nowait("one")
+        chunks = (await answer).completion
+        assert await anext(chunks) == "one"
+        guess.pieces.put_nowait(ConnectionError("gone"))
+        with pytest.raises(ConnectionError, match="gone"):
+            await anext(chunks)
+        assert len(client.requests) == 1
 
     run(scenario)
 
