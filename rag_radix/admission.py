@@ -210,12 +210,11 @@ def _as_stock(prompt: Any, tokenizer: Any) -> Any:
 
 def settled(raw: wire.RawAnnotation, place: PlacedPrompt) -> dict[str, Any]:
     """The annotation that goes to the scheduler, once its documents are placed."""
-    salt_from = place.position(raw.salt_from)
     return wire.normalised(
         place.documents,
         speculative=raw.speculative,
         strict=raw.strict,
-        salt_from=None if salt_from is None else min(salt_from, len(place.documents)),
+        salt_from=place.salt_from(raw.salt_from),
     )
 
 

@@ -29,10 +29,17 @@ class Annotation:
     Attributes:
         documents: Ascending and disjoint spans.
         speculative: The request is a guess that may be refused or cancelled.
-        salt_from: The first document that the request's salt covers; None when it covers all of
-            the prompt.
+        salt_from: So many documents come before what the request's salt covers, which begins where
+            they end, or at the first document; None when it covers all of the prompt.
     """
 
     documents: tuple[DocumentSpan, ...]
     speculative: bool = False
     salt_from: int | None = None
+
+    @property
+    def shared_tokens(self) -> int:
+        """How much of the prompt a salt doesn't cover."""
+        if self.salt_from is None or not self.documents:
+            return 0
+        return self.documents[self.salt_from - 1].end if self.salt_from else self.documents[0].start

@@ -13,15 +13,17 @@ from typing import Any
 
 import orjson
 
+from rag_radix import wire
 from rag_radix.cached_order import Cached, cached_first
 from rag_radix.cached_prefix import CachedPrefix, PrefixTracker
-from rag_radix.document import DocumentSpan
+from rag_radix.document import Annotation, DocumentSpan
+from rag_radix.namespaces import prompt_key
 from rag_radix.placement import piece_tokenizer
-from rag_radix.sglang_compat import RadixKey
 
 MAX_DOCUMENTS = 64
 
-_FIELDS = {"text": str, "documents": list, "extra_key": str, "cache_salt": str}
+_FIELDS = {"text": str, "documents": list, "rag": dict, "extra_key": str, "cache_salt": str}
+_KINDS = {str: "a string", list: "an array", dict: "an object"}
 
 
 def parse(body: bytes, tokenizer: Any, context_tokens: int) -> dict[str, Any]:
@@ -30,7 +32,8 @@ def parse(body: bytes, tokenizer: Any, context_tokens: int) -> dict[str, Any]:
     Args:
         body: ``{"text": ..., "documents": [...]}``: the prompt up to the first document, and the
             documents' texts as they are to stand in it, one right after the other, in the order
-            preferred; with the request's ``extra_key`` and ``cache_salt``, if it has them.
+            preferred; with the request's ``extra_key`` and ``cache_salt``, if it has them, and
+            with the annotation ``rag`` that it would have if it ended with the text.
         tokenizer: The server's.
         context_tokens: The longest prompt that the model can hold.
 
@@ -43,44 +46,59 @@ def parse(body: bytes, tokenizer: Any, context_tokens: int) -> dict[str, Any]:
         raise ValueError(f"the body isn't JSON: {error}") from None
     if not isinstance(value, dict) or not {"text", "documents"} <= set(value) <= set(_FIELDS):
         raise ValueError(
-            'the body must be an object with "text" and "documents", and perhaps "extra_key" and '
-            '"cache_salt"'
+            'the body must be an object with "text" and "documents", and perhaps "rag", '
+            '"extra_key" and "cache_salt"'
         )
     for name, kind in _FIELDS.items():
         if name in value and not isinstance(value[name], kind):
-            raise ValueError(f"{name} must be {'an array' if kind is list else 'a string'}")
+            raise ValueError(f"{name} must be {_KINDS[kind]}")
     texts = value["documents"]
     if len(texts) > MAX_DOCUMENTS:
         raise ValueError(f"documents has {len(texts)} entries, at most {MAX_DOCUMENTS} are allowed")
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError("documents must be strings, none of them empty")
+    before = wire.parse(value) or wire.RawAnnotation()
+    if before.texts or (before.spans and before.unit != "char"):
+        raise ValueError('rag must have the documents of the text with start, end and unit "char"')
+    wire.check_within(before, len(value["text"]), "the text")
+    if before.salt_from is not None and not value.get("cache_salt"):
+        raise ValueError("rag.salt_from needs a cache_salt beside it")
     pieces = None if tokenizer is None else piece_tokenizer(tokenizer)
     if pieces is None:
         raise ValueError("this server's tokenizer can't tokenize a prompt in pieces")
     ends = list(accumulate((len(text) for text in texts), initial=len(value["text"])))
-    spans = [
-        DocumentSpan(str(index), start, end) for index, (start, end) in enumerate(pairwise(ends))
-    ]
-    ids, placed, _ = pieces.place(value["text"] + "".join(texts), spans)
+    # By index: who asked may have given documents of the text any ids.
+    ranges = [*((span.start, span.end) for span in before.spans), *pairwise(ends)]
+    place = pieces.place(
+        value["text"] + "".join(texts),
+        [DocumentSpan(str(index), start, end) for index, (start, end) in enumerate(ranges)],
+    )
+    ids = place.input_ids
     if len(ids) > context_tokens:
         raise ValueError(
             f"text and documents have {len(ids)} tokens, more than the model's context of "
             f"{context_tokens}"
         )
-    documents: list[list[int]] = [[] for _ in texts]
-    for span in placed:
+    documents: list[list[int]] = [[] for _ in ranges]
+    starts = [len(ids)]
+    for span in place.documents:
         documents[int(span.id)] = ids[span.start : span.end]
+        if int(span.id) >= len(before.spans):
+            starts.append(span.start)
+    annotation = Annotation(place.documents, salt_from=place.salt_from(before.salt_from))
     return {
-        "prefix": ids[: placed[0].start] if placed else ids,
-        "documents": documents,
+        "prefix": ids[: min(starts)],
+        "documents": documents[len(before.spans) :],
         "extra_key": value.get("extra_key"),
         "cache_salt": value.get("cache_salt"),
+        "shared_tokens": annotation.shared_tokens,
     }
 
 
 def answer(tree: Any, question: dict[str, Any]) -> dict[str, Any]:
     """``{"order": [...], "cached_tokens": n}`` for what `parse` returned."""
     page_size = tree.page_size
+    shared_tokens = tree.shared_tokens(question["shared_tokens"])
     tracker = PrefixTracker(tree.tree_core)
 
     def look_up(order: Sequence[int]) -> Cached:
@@ -88,9 +106,14 @@ def answer(tree: Any, question: dict[str, Any]) -> dict[str, Any]:
         for index in order:
             ids.extend(question["documents"][index])
         whole = len(ids) // page_size * page_size
-        prefix = CachedPrefix(
-            RadixKey(ids, question["extra_key"], limit=whole, cache_salt=question["cache_salt"])
+        key = prompt_key(
+            ids,
+            question["extra_key"],
+            question["cache_salt"],
+            limit=whole,
+            shared_tokens=shared_tokens,
         )
+        prefix = CachedPrefix(key)
         tracker.refresh(prefix)
         return Cached(prefix.tokens, prefix.tokens == whole)
 

@@ -15,7 +15,8 @@ large, 500 when a scheduler failed.
   and whether a speculation would be admitted now. Of several data-parallel ranks, the one with
   the fewest.
 - `POST /rag/order` ``{"text": ..., "documents": [...]}``: in which order of these texts, behind
-  that one, the longest prefix is cached. Answers ``{"order": [...], "cached_tokens": n}``; see
+  that one, the longest prefix is cached; with ``cache_salt``, ``extra_key`` and ``rag`` of the
+  request, if it has them. Answers ``{"order": [...], "cached_tokens": n}``; see
   `rag_radix.document_order`. Of several data-parallel ranks, the one that has most.
 
 The operators' routes are in `rag_radix.control.routes`.

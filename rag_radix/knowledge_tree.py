@@ -141,10 +141,15 @@ class KnowledgeTree(UnifiedRadixCache):
 
     def _public_tokens(self, req: Any) -> int:
         """How much of the prompt of `req`, in whole pages, is without its salt in the tree."""
-        # Hashes for storage and events are chained along a path as if it were in one namespace.
-        if not req.cache_salt or self.enable_storage or self.tree_core.kv_events.enabled:
+        if not req.cache_salt:
             return 0
-        return self.page_floor(Retrieval.of(req, self.settings.max_depth).shared_tokens)
+        return self.shared_tokens(Retrieval.of(req, self.settings.max_depth).shared_tokens)
+
+    def shared_tokens(self, asked: int) -> int:
+        """How much of a prompt is without its salt in the tree, if it asks for so many tokens."""
+        # Hashes for storage and events are chained along a path as if it were in one namespace.
+        chained = self.enable_storage or self.tree_core.kv_events.enabled
+        return 0 if chained else self.page_floor(asked)
 
     def match_prefix(self, params: Any) -> Any:
         """SGLang's, for prompts whose salt may cover only a part of them."""

@@ -41,9 +41,12 @@ class PlacedPrompt(NamedTuple):
     documents: tuple[DocumentSpan, ...]
     left_out: tuple[int, ...] = ()
 
-    def position(self, index: int | None) -> int | None:
-        """Where what was given as document `index` is, or would be, among `documents`."""
-        return None if index is None else index - sum(out < index for out in self.left_out)
+    def salt_from(self, given: int | None) -> int | None:
+        """So many of the first `given` documents are left; None if there is nothing to share."""
+        if given is None:
+            return None
+        left = min(given - sum(out < given for out in self.left_out), len(self.documents))
+        return None if left == 0 != given else left
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Retrieval:
                 len(req.origin_input_ids),
                 req.extra_key,
                 req.cache_salt,
-                _shared_tokens(annotation) if req.cache_salt else 0,
+                annotation.shared_tokens if req.cache_salt else 0,
                 annotation.speculative,
             )
         return retrieval
@@ -162,11 +162,3 @@ class Retrieval:
 
     def _namespace(self, salt: str | None) -> bytes:
         return sha256(repr((self.extra_key, salt)).encode()).digest()
-
-
-def _shared_tokens(annotation: Annotation) -> int:
-    """How much of a prompt a salt doesn't cover."""
-    index, documents = annotation.salt_from, annotation.documents
-    if index is None or not documents:
-        return 0
-    return documents[index].start if index < len(documents) else documents[-1].end

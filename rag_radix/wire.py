@@ -7,9 +7,9 @@ A client sends::
 
 `documents` is required; a document needs `id` and either `start` and `end` (half-open, in
 `unit`: `token` counts `input_ids`, `char` counts the code points of a text prompt) or, in chat
-completions, `text`. Everything else may be left out, unknown names are refused. `salt_from` is the
-index of the first document that the request's `cache_salt` covers, or the number of documents when
-it covers only what follows them; without it the salt covers the whole prompt.
+completions, `text`. Everything else may be left out, unknown names are refused. `salt_from` is how
+many documents the request's `cache_salt` doesn't cover: it covers all that follows the last of
+them, and with 0 the first document and what follows. Without it the salt covers the whole prompt.
 
 Behind the door of the server the same object is always in its normalised form: every name
 present, `unit` is `token`, offsets lie within the prompt.
@@ -53,7 +53,8 @@ class RawAnnotation:
         unit: What the offsets of `spans` count.
         speculative: The request is a guess that may be refused or cancelled.
         strict: Refuse the request when its documents can't be placed.
-        salt_from: The first document that the request's salt covers; None for all of the prompt.
+        salt_from: So many documents come before what the request's salt covers; None where that is
+            all of the prompt.
     """
 
     spans: tuple[DocumentSpan, ...] = ()

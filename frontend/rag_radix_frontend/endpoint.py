@@ -24,6 +24,7 @@ from rag_radix_frontend.run_ahead import Call, Method
 from rag_radix_frontend.sending import Sender, annotate
 from rag_radix_frontend.sglang_lang import own_params
 from rag_radix_frontend.speculation import Speculation
+from rag_radix_frontend.wire import placed_annotation
 
 _T = TypeVar("_T")
 
@@ -64,6 +65,7 @@ class RagEndpoint(RuntimeEndpoint):
         chat_template_name: str | None = None,
         *,
         strict: bool = False,
+        cache_salt: str | None = None,
         retries: Retries = DEFAULT_RETRIES,
         routing_documents: int = 0,
     ) -> None:
@@ -71,6 +73,8 @@ class RagEndpoint(RuntimeEndpoint):
 
         Args:
             strict: Have the server refuse requests whose documents it can't place.
+            cache_salt: Keeps what is cached of the requests from all who don't have it; what
+                precedes documents that are retrieved as public, and these, all share.
             retries: When to ask again.
             routing_documents: By how many of their leading documents requests are told apart for
                 SGLang's router (`ROUTING_HEADER`); 0 doesn't tell it.
@@ -87,6 +91,7 @@ class RagEndpoint(RuntimeEndpoint):
         # SGLang's client assumes a route for it that its server doesn't have.
         self.support_concate_and_append = False
         self._strict = strict
+        self._cache_salt = cache_salt
         self._connections = Connections(base_url, api_key, verify)
         self._in_flight = InFlight(self._abort)
         self._sender = Sender(
@@ -96,6 +101,7 @@ class RagEndpoint(RuntimeEndpoint):
             abort=self._abort,
             retries=retries,
             strict=strict,
+            cache_salt=cache_salt,
             routing_documents=routing_documents,
         )
         self.speculator = Speculator(
@@ -111,16 +117,23 @@ class RagEndpoint(RuntimeEndpoint):
         """
         self._in_flight.cancel(state.stream_executor)
 
-    def cached_order(self, text: str, documents: Sequence[str]) -> list[int]:
+    def cached_order(
+        self, text: str, documents: Sequence[str], *, public: bool = False
+    ) -> list[int]:
         """Indices of documents in the order of which the server has most in its cache.
 
         `text` precedes them in the prompt; `documents` are their texts in it, one right after the
-        other. What isn't cached keeps the order given.
+        other, and may be `public`. What isn't cached keeps the order given.
 
         Raises:
             RequestError: the server has no knowledge tree, or can't tokenize in pieces.
         """
-        asked = {"text": text, "documents": list(documents)}
+        salt = None if public else self._cache_salt
+        asked: dict[str, Any] = {"text": text, "documents": list(documents)}
+        if annotation := placed_annotation(text, salted=bool(salt)):
+            asked |= annotation
+        if salt:
+            asked["cache_salt"] = salt
         order: list[int] = self._attempted(
             self.base_url + "/rag/order",
             lambda: self._post("/rag/order", asked, self._retries.silence_s).json()["order"],
@@ -167,6 +180,11 @@ class RagEndpoint(RuntimeEndpoint):
 
     def commit_lazy_operations(self, s: StreamExecutor) -> None:
         self._generate_http_request(s, {"text": s.text_, "sampling_params": {"max_new_tokens": 0}})
+
+    def cache_prefix(self, prefix_str: str) -> None:
+        data = {"text": prefix_str, "sampling_params": {"max_new_tokens": 0}}
+        annotate(data, self._strict, False, self._cache_salt)
+        self._post("/generate", data)
 
     def _payload(self, s: StreamExecutor, sampling_params: SglSamplingParams) -> dict[str, Any]:
         self._handle_dtype_to_regex(sampling_params)
@@ -218,7 +236,7 @@ class RagEndpoint(RuntimeEndpoint):
             data = self._payload(call.state, own_params(call.arguments[0]))
             asked = None
         self._add_images(call.state, data)
-        annotate(data, self._strict, speculative=False)
+        annotate(data, self._strict, False, self._cache_salt)
         return call.method, data, asked
 
     def _room(self) -> int:

@@ -15,6 +15,8 @@ def annotate(
     documents: Iterable[Document],
     *,
     strict: bool = False,
+    cache_salt: str | None = None,
+    salt_from: int | None = None,
 ) -> dict[str, Any]:
     """The `extra_body` of a chat completion whose messages contain these documents' texts.
 
@@ -27,10 +29,16 @@ def annotate(
     server refuse the request when its chat template changes a text so that it can't be found;
     otherwise it then serves it as one without documents.
 
+    `cache_salt` keeps what is cached of the request from all who don't have it. The first
+    `salt_from` documents are public, and so is what precedes them: all share it, and the salt
+    covers what follows. With 0 only what precedes the first document is.
+
     Raises:
         ArgumentError: names the first document that isn't a `Document` or doesn't occur after the
-            one before it.
+            one before it, or says what is wrong with the salt.
     """
+    if salt_from is not None and not cache_salt:
+        raise ArgumentError("salt_from needs a cache_salt: without one nothing is private")
     texts = [text for message in messages for text in _texts(message)]
     quoted: list[tuple[Document, str]] = []
     at, start = 0, 0
@@ -50,7 +58,16 @@ def annotate(
             )
         start = found + len(text)
         quoted.append((document, text))
-    return {"custom_params": quoted_annotation(quoted, strict=strict)}
+    if salt_from is not None and not 0 <= salt_from <= len(quoted):
+        raise ArgumentError(
+            f"salt_from must be from 0 to {len(quoted)}, the number of documents, not {salt_from}"
+        )
+    extra: dict[str, Any] = {
+        "custom_params": quoted_annotation(quoted, strict=strict, salt_from=salt_from)
+    }
+    if cache_salt:
+        extra["cache_salt"] = cache_salt
+    return extra
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

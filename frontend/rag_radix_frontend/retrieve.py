@@ -11,6 +11,7 @@ from sglang.lang.ir import SglExpr
 from rag_radix_frontend.errors import ArgumentError, RetrievalError
 from rag_radix_frontend.ordering import Arrangement, Documents, Order, check_order
 from rag_radix_frontend.pipeline import Pipeline, Speculator
+from rag_radix_frontend.retrieved_text import PlacedDocument, RetrievedText
 from rag_radix_frontend.retriever import Retriever
 from rag_radix_frontend.sglang_lang import ComputedText, RagStreamExecutor
 from rag_radix_frontend.template import DEFAULT_TEMPLATE, Render, compile_template, render_documents
@@ -32,6 +33,7 @@ class SglRetrieve(ComputedText):
         render: Render,
         speculative: bool,
         order: Order,
+        public: bool,
     ) -> None:
         super().__init__(name)
         self._retriever = retriever
@@ -40,6 +42,7 @@ class SglRetrieve(ComputedText):
         self._render = render
         self._speculative = speculative
         self._order = order
+        self._public = public
 
     def compute(self, executor: RagStreamExecutor) -> str:
         backend = executor.backend
@@ -54,6 +57,11 @@ class SglRetrieve(ComputedText):
                 f"{type(backend).__name__} can't: use rag_radix_frontend.RagEndpoint, or "
                 "order='canonical'"
             )
+        if self._public and any(not each.public for each in _documents(executor.text_)):
+            raise ArgumentError(
+                f"{self.name!r} is to be public, but documents that aren't precede it: retrieve "
+                "what is public first"
+            )
         if not getattr(backend, "carries_documents", False):
             warnings.warn(
                 f"{type(backend).__name__} doesn't tell the server which documents a prompt "
@@ -66,7 +74,7 @@ class SglRetrieve(ComputedText):
         with Pipeline(
             executor,
             self.name,
-            lambda documents: render_documents(documents, self._render),
+            self._rendered,
             speculator=speculator if self._speculative else None,
             total=speculator.log if speculator else None,
         ) as pipeline:
@@ -77,9 +85,14 @@ class SglRetrieve(ComputedText):
                 pipeline.guess(documents)
         raise RetrievalError(f"{type(self._retriever).__name__} ended without a final stage")
 
+    def _rendered(self, documents: Documents) -> RetrievedText:
+        return render_documents(documents, self._render, public=self._public)
+
     def _cached_order(self, executor: RagStreamExecutor, documents: Documents) -> Sequence[int]:
-        rendered = [render_documents([each], self._render) for each in documents]
-        order: Sequence[int] = executor.backend.cached_order(executor.text_, rendered)
+        rendered = [self._rendered((each,)) for each in documents]
+        order: Sequence[int] = executor.backend.cached_order(
+            executor.text_, rendered, public=self._public
+        )
         return order
 
     def __repr__(self) -> str:
@@ -95,6 +108,7 @@ def rag_retrieve(
     *,
     speculative: bool = True,
     order: Order = "score",
+    public: bool = False,
 ) -> SglRetrieve:
     """Append the k documents that best fit the query, best first.
 
@@ -118,6 +132,10 @@ def rag_retrieve(
     `cached_first` asks the server, once for each set of documents, which order it has most of in
     its cache. A model's answer may depend on the order.
 
+    `public` documents, and all of the text before them, are nobody's secret: a `RagEndpoint` with a
+    `cache_salt` has them shared with those who have another one, or none. What follows the last
+    of them stays private, so they are retrieved before others.
+
     `template` is a string with `{text}` and perhaps `{id}`, or a function of the document. What
     raises in the retriever or the template is raised where the program next uses its state.
 
@@ -127,7 +145,7 @@ def rag_retrieve(
     # A traced program's arguments are placeholders, and what is traced never runs.
     if any(isinstance(given, SglExpr) for given in (retriever, query, k, name, template)):
         return SglRetrieve(
-            retriever, query, k, name, lambda document: document.text, speculative, order
+            retriever, query, k, name, lambda document: document.text, speculative, order, public
         )
     if not isinstance(retriever, Retriever):
         raise ArgumentError(f"{retriever!r} is no retriever: it has no retrieve(query, k)")
@@ -138,4 +156,10 @@ def rag_retrieve(
     if not name:
         raise ArgumentError("name must not be empty: the documents are read as s[name]")
     check_order(order)
-    return SglRetrieve(retriever, query, k, name, compile_template(template), speculative, order)
+    return SglRetrieve(
+        retriever, query, k, name, compile_template(template), speculative, order, public
+    )
+
+
+def _documents(text: str) -> tuple[PlacedDocument, ...]:
+    return text.documents if isinstance(text, RetrievedText) else ()

@@ -17,12 +17,16 @@ from rag_radix_frontend.document import Document
 
 @dataclass(frozen=True, slots=True)
 class PlacedDocument:
-    """A document rendered at the half-open range [start, end) of characters of a text."""
+    """A document rendered at the half-open range [start, end) of characters of a text.
+
+    If it is `public`, so is all of the text before it.
+    """
 
     document: Document
     score: float
     start: int
     end: int
+    public: bool = False
 
 
 class RetrievedText(str):
@@ -51,6 +55,11 @@ class RetrievedText(str):
     def texts(self) -> list[str]:
         """The documents' own texts, without what the template put around them."""
         return [placed.document.text for placed in self.documents]
+
+    @property
+    def public_documents(self) -> int:
+        """How many documents there are up to the last public one."""
+        return max((n for n, placed in enumerate(self.documents, 1) if placed.public), default=0)
 
     # SGLang copies a state's text with str(text), which would leave the documents behind.
     def __str__(self) -> str:

@@ -37,6 +37,7 @@ class Sender:
         abort: Callable[[str], None],
         retries: Retries,
         strict: bool,
+        cache_salt: str | None,
         routing_documents: int,
     ) -> None:
         self._url = base_url + "/generate"
@@ -45,6 +46,7 @@ class Sender:
         self._abort = abort
         self._retries = retries
         self._strict = strict
+        self._cache_salt = cache_salt
         self._routing_documents = routing_documents
 
     def whole(self, state: Any, data: dict[str, Any]) -> Any:
@@ -122,7 +124,7 @@ class Sender:
         count = len(batch) if isinstance(batch, list) and not isinstance(batch[0], int) else None
         with self._in_flight.sending(state, count or 1) as ticket:
             data["rid"] = ticket.rids[0] if count is None else ticket.rids
-            annotate(data, self._strict, ticket.speculative)
+            annotate(data, self._strict, ticket.speculative, self._cache_salt)
             try:
                 yield
             except OSError as error:
@@ -167,11 +169,16 @@ class _Tokens:
         return ids
 
 
-def annotate(data: dict[str, Any], strict: bool, speculative: bool) -> None:
-    """Have a request say where its documents are, and whether it is a guess."""
+def annotate(data: dict[str, Any], strict: bool, speculative: bool, cache_salt: str | None) -> None:
+    """Have a request say where its documents are, whether it is a guess, and whose it is."""
     text, params = data.get("text"), data["sampling_params"]
     texts = text if isinstance(text, list) else [text]
-    annotations = [placed_annotation(one, strict=strict, speculative=speculative) for one in texts]
+    annotations = [
+        placed_annotation(one, strict=strict, speculative=speculative, salted=bool(cache_salt))
+        for one in texts
+    ]
+    if cache_salt:
+        data["cache_salt"] = cache_salt
     if not any(annotations):
         params.pop("custom_params", None)  # of an earlier attempt, as a guess
         return

@@ -46,8 +46,12 @@ def compile_template(template: str | Render) -> Render:
     return lambda document: template.format(text=document.text, id=document.id)
 
 
-def render_documents(found: Iterable[ScoredDocument], render: Render) -> RetrievedText:
+def render_documents(
+    found: Iterable[ScoredDocument], render: Render, *, public: bool = False
+) -> RetrievedText:
     """The documents one after the other, each one's range being all that `render` returned.
+
+    `public` says whether all may share them.
 
     Raises:
         RetrievalError: `render` returned something else than text that isn't empty.
@@ -64,5 +68,5 @@ def render_documents(found: Iterable[ScoredDocument], render: Render) -> Retriev
             )
         start, end = end, end + len(piece)
         pieces.append(piece)
-        placed.append(PlacedDocument(document, score, start, end))
+        placed.append(PlacedDocument(document, score, start, end, public))
     return RetrievedText("".join(pieces), placed)

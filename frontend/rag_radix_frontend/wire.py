@@ -14,11 +14,12 @@ ENDED = "speculation ended"
 
 
 def placed_annotation(
-    text: str | None, *, strict: bool = False, speculative: bool = False
+    text: str | None, *, strict: bool = False, speculative: bool = False, salted: bool = False
 ) -> dict[str, Any] | None:
     """`custom_params` for a prompt sent as this text; None when there is nothing to say of it.
 
-    Ranges are half-open and count characters of the text.
+    Ranges are half-open and count characters of the text. If the request is `salted`, its salt
+    covers what follows the last public document, or all if there is none.
     """
     if not isinstance(text, RetrievedText) or not text.documents:
         return speculative_annotation() if speculative else None
@@ -26,7 +27,10 @@ def placed_annotation(
         {**_identity(placed.document), "start": placed.start, "end": placed.end}
         for placed in text.documents
     ]
-    return _custom_params({"documents": documents, "unit": "char"}, strict, speculative)
+    rag: dict[str, Any] = {"documents": documents, "unit": "char"}
+    if salted and (public := text.public_documents):
+        rag["salt_from"] = public
+    return _custom_params(rag, strict, speculative)
 
 
 def speculative_annotation() -> dict[str, Any]:
@@ -35,13 +39,18 @@ def speculative_annotation() -> dict[str, Any]:
 
 
 def quoted_annotation(
-    documents: Sequence[tuple[Document, str]], *, strict: bool = False
+    documents: Sequence[tuple[Document, str]],
+    *,
+    strict: bool = False,
+    salt_from: int | None = None,
 ) -> dict[str, Any]:
     """`custom_params` for chat messages that hold these documents, quoted as given, in order."""
-    return _custom_params(
-        {"documents": [{**_identity(document), "text": text} for document, text in documents]},
-        strict,
-    )
+    rag: dict[str, Any] = {
+        "documents": [{**_identity(document), "text": text} for document, text in documents]
+    }
+    if salt_from is not None:
+        rag["salt_from"] = salt_from
+    return _custom_params(rag, strict)
 
 
 def _identity(document: Document) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import orjson
 import pytest
 import sglang as sgl
 from e2e.cpu_server import Server, running_server
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 from rag_radix_frontend import (
     FaissRetriever,
     RagEndpoint,
@@ -26,6 +26,8 @@ from rag_radix_frontend import (
     retrieve_and_generate,
 )
 from rag_radix_frontend.errors import RequestAborted, RequestError
+
+from rag_radix.statistics import namespace_name
 
 pytestmark = [
     pytest.mark.server,
@@ -216,6 +218,65 @@ def test_documents_in_another_order_are_found_cached(
     other = ask.run(retriever=Reversed(), order="score", backend=backend)
     if other["docs"] != first["docs"]:
         assert cached_tokens(other) < cached_tokens(again)
+
+
+def test_tenants_share_public_documents_and_nothing_that_follows_them(
+    server: Server, retriever: FaissRetriever
+) -> None:
+    @sgl.function
+    def ask(s: Any, order: Any = "score") -> None:
+        s += "Read.\n\n"
+        s += rag_retrieve(retriever, QUESTION, name="public", order=order, public=True)
+        s += "And of mine:\n\n"
+        s += rag_retrieve(retriever, "What is a lambda?", order=order)
+        s += sgl.gen("answer", max_tokens=2, temperature=0)
+
+    def tenant(salt: str) -> RagEndpoint:
+        return RagEndpoint(server.url, chat_template_name="chatml", strict=True, cache_salt=salt)
+
+    first, found = ask.run(backend=tenant("one")), {}
+    for salt in ("one", "two"):
+        again = ask.run(order="cached_first", backend=tenant(salt))
+        assert again.error() is None
+        assert again["public"] == first["public"]
+        found[salt] = cached_tokens(again)
+    prompt_tokens = first.get_meta_info("answer")["prompt_tokens"]
+    assert cached_tokens(first) == 0
+    assert 0 < found["two"] < found["one"] == prompt_tokens - 1
+    rows = server.get("/rag/documents")["documents"]
+    owners = {
+        name: {row["namespace"] for row in rows if row["id"] == name}
+        for name in first["public"].ids
+    }
+    assert all(owner == {""} for owner in owners.values())
+    # The tenant's own documents in the order in which it has them, which nobody else learns of.
+    text, mine = first.text()[: first.text().index("And of mine")], first["docs"].documents
+    reversed_ = [first["docs"][each.start : each.end] for each in mine[::-1]]
+    assert tenant("one").cached_order(text + "And of mine:\n\n", reversed_) == [1, 0]
+    assert tenant("two").cached_order(text + "And of mine:\n\n", reversed_) == [1, 0]
+    assert tenant("three").cached_order(text + "And of mine:\n\n", reversed_) == [0, 1]
+
+
+def test_chats_of_tenants_share_public_documents(server: Server, retriever: FaissRetriever) -> None:
+    (*_, final) = retriever.retrieve(QUESTION, 2)
+    documents = [scored.document for scored in final.documents]
+    text = "\n\n".join(document.text for document in documents)
+    messages = [{"role": "user", "content": text}]
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    for salt in ("one", "two"):
+        extra = annotate(messages, documents, strict=True, cache_salt=salt, salt_from=1)
+        client.chat.completions.create(
+            model="default", messages=messages, max_tokens=2, extra_body=extra
+        )
+    rows = server.get("/rag/documents")["documents"]
+    public, private = (document.id for document in documents)
+    assert {(row["id"], row["namespace"]) for row in rows} == {
+        (public, ""),
+        (private, namespace_name(None, "one")),
+        (private, namespace_name(None, "two")),
+    }
+    assert server.get("/rag/stats")["requests"]["device_hit_tokens"]
 
 
 def test_the_order_of_malformed_documents_is_refused(server: Server, backend: RagEndpoint) -> None:

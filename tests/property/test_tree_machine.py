@@ -225,7 +225,7 @@ class TreeMachine(RuleBasedStateMachine):
         )
         shared_tokens = 0
         if salt is not None and salt_from is not None and spans:
-            shared_tokens = spans[salt_from][1] if salt_from < len(spans) else spans[-1][2]
+            shared_tokens = spans[salt_from - 1][2] if salt_from else spans[0][1]
         guess = kind == "speculative" and bool(spans)
         if guess:
             self.h.tree.speculations.start(req)

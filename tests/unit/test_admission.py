@@ -167,3 +167,31 @@ def test_counts_add_up() -> None:
         "unplaced_requests": 0,
         "refused_requests": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("fields", "salt_from"),
+    [
+        ({"salt_from": 2}, 1),
+        ({"salt_from": 1}, None),  # The public document has no tokens: nothing is shared.
+        ({"salt_from": 0}, 0),
+        ({}, None),
+    ],
+)
+def test_a_salt_begins_where_it_was_to_when_a_document_has_no_tokens(
+    manager: Any, tokenizer: Any, fields: dict[str, Any], salt_from: int | None
+) -> None:
+    class Trimming:
+        def encode(self, text: str, **options: Any) -> Any:
+            return tokenizer.encode(text.strip(), **options)
+
+    manager.tokenizer = Trimming()
+    spans = [{"id": "blank", "start": 1, "end": 2}, {"id": "d", "start": 2, "end": 4}]
+    rag = {"documents": spans, "unit": "char", **fields}
+    params = {"custom_params": {"rag": rag}}
+    request = GenerateReqInput(text="a bcd", cache_salt="s", sampling_params=params)
+    assert admit(request, manager)
+    annotation = wire.spans(request.sampling_params["custom_params"])
+    assert annotation is not None
+    assert [document.id for document in annotation.documents] == ["d"]
+    assert annotation.salt_from == salt_from

@@ -66,3 +66,25 @@ def test_a_document_of_white_space_is_refused() -> None:
 def test_a_dictionary_is_refused_with_the_remedy() -> None:
     with pytest.raises(ArgumentError, match=r"no Document: give Document\(id"):
         annotate(MESSAGES, [{"id": "cats", "text": "Cats purr."}])  # type: ignore[list-item]
+
+
+def test_a_salt_covers_what_follows_the_public_documents() -> None:
+    extra = annotate(MESSAGES, [CATS, DOGS], cache_salt="secret", salt_from=1)
+    assert extra["cache_salt"] == "secret"
+    assert extra["custom_params"]["rag"]["salt_from"] == 1
+    covers_all = annotate(MESSAGES, [CATS, DOGS], cache_salt="secret")
+    assert covers_all["cache_salt"] == "secret"
+    assert "salt_from" not in covers_all["custom_params"]["rag"]
+
+
+def test_what_is_public_of_a_request_without_a_salt_is_no_question() -> None:
+    with pytest.raises(ArgumentError, match="needs a cache_salt"):
+        annotate(MESSAGES, [CATS], salt_from=1)
+
+
+@pytest.mark.parametrize("salt_from", [-1, 3])
+def test_a_salt_begins_at_one_of_the_documents(salt_from: int) -> None:
+    with pytest.raises(
+        ArgumentError, match=f"from 0 to 2, the number of documents, not {salt_from}"
+    ):
+        annotate(MESSAGES, [CATS, DOGS], cache_salt="secret", salt_from=salt_from)

@@ -328,7 +328,7 @@ def test_cached_first_order_is_the_servers(
 ) -> None:
     asked = []
 
-    def cached_order(text: str, documents: list[str]) -> list[int]:
+    def cached_order(text: str, documents: list[str], public: bool) -> list[int]:
         asked.append((text, documents))
         return [0, 1]
 

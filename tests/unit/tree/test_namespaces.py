@@ -52,6 +52,15 @@ def test_the_salt_may_cover_the_question_alone_or_all_documents():
         assert hits(h, TOKENS, SPANS, cache_salt="a", salt_from=0) == 20
 
 
+def test_what_stands_between_public_and_private_documents_is_private():
+    with harness(device_tokens=2000) as h:
+        tokens = [*TOKENS[:PUBLIC_END], *range(500, 510), *TOKENS[PUBLIC_END:]]
+        spans = [SPANS[0], (SPANS[1][0], SPANS[1][1] + 10, SPANS[1][2] + 10)]
+        h.serve(tokens, spans, cache_salt="a", salt_from=1)
+        assert hits(h, tokens, spans, cache_salt="b", salt_from=1) == PUBLIC_END
+        assert hits(h, tokens, spans) == PUBLIC_END
+
+
 def test_what_a_request_without_a_salt_has_cached_is_no_private_document():
     with harness(device_tokens=2000) as h:
         h.serve(TOKENS, SPANS, cache_salt="a", salt_from=1)
