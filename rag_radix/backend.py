@@ -31,6 +31,11 @@ from rag_radix.tree_core import KnowledgeTreeCore
 logger = logging.getLogger(__name__)
 
 _CORE = "rag-radix-knowledge"
+_COPIED = {
+    "on_evict": "at eviction",
+    "hot": "at eviction, of what many prompts begin with before",
+    "eager": "ahead of eviction",
+}
 
 
 def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
@@ -181,7 +186,7 @@ def _log_start(tree: KnowledgeTree, args: Any) -> None:
         type(tree).__name__,
         tree.settings.policy,
         tree.settings.cost_source,
-        "ahead of eviction" if tree.settings.swap_out == "eager" else "at eviction",
+        _COPIED[tree.settings.swap_out],
         "" if tree.settings.max_depth is None else f", {tree.settings.max_depth} documents deep",
         tree.page_size,
         tiers,

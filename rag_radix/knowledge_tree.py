@@ -177,10 +177,8 @@ class KnowledgeTree(UnifiedRadixCache):
         if retrieval.counts_now(req):
             self._counting.count(retrieval, path)
         self._rank_uncounted(path)
-        if self.is_write_back and self.settings.swap_out == "eager":
+        if self.is_write_back:
             self.swap_out.copy_ahead([node for node, _ in path])
-        elif self.enable_storage:
-            self.swap_out.copy_ahead(self.storing.hot([node for node, _ in path]))
 
     def _publish(self, req: Any, up_to: int, retrieval: Retrieval) -> list[DocumentNode]:
         """SGLang's checkpoint, for what the request has locked already: its path goes on below

@@ -44,6 +44,7 @@ class DocumentNode(UnifiedTreeNode):
         matched: A later request has used the node or built on it.
         host_copies: Copies to host made of this node's KV since it was inserted.
         host_reclaims: Times its host copy was given up while it was on the device.
+        keeps_host_copy: Whether that is never given up, since many prompts begin with it.
         ranks: By `TierName`; a node that was just inserted has none until it is counted.
         offered: By `TierName`, the rank of the tier's live heap entry, if any.
         unmarked_documents: Documents that lie here, in part or whole, and had no node at their
@@ -85,6 +86,7 @@ class DocumentNode(UnifiedTreeNode):
         self.matched = False
         self.host_copies = 0
         self.host_reclaims = 0
+        self.keeps_host_copy = False
         self.ranks = [UNRANKED] * len(TierName)
         self.offered: list[Rank | None] = [None] * len(TierName)
         self.unmarked_documents: tuple[DocumentKey, ...] = ()

@@ -11,7 +11,7 @@ from rag_radix.cost_model import PrefillCostTable
 from rag_radix.errors import ConfigError
 from rag_radix.policies import DEFAULT_POLICY, POLICIES, ReplacementPolicy, make_policy
 
-SwapOutMode = Literal["on_evict", "eager"]
+SwapOutMode = Literal["on_evict", "hot", "eager"]
 
 DEFAULT_REORDER_WINDOW = 32
 # Requests prefilled together, as in the RAGCache paper's experiments.
@@ -33,8 +33,9 @@ class TreeSettings:
         policy: Ranks nodes in both tiers.
         prefill_cost: Seconds to compute new tokens behind cached ones.
         cost_source: Where `prefill_cost` comes from, for the log.
-        swap_out: When a document is copied to host: at its eviction, or ahead of it, after
-            its prefill, so that an eviction never waits.
+        swap_out: When a document is copied to host: at its eviction; with "hot" what many prompts
+            begin with ahead of that, to keep the copy, as always with a storage backend; with
+            "eager" all that, and every document after its prefill, so that an eviction never waits.
         max_depth: Documents of a prompt that get nodes of their own; None for all.
         trace: File to which each request is appended, without texts.
         reorder_window: How many younger requests may be served before a waiting one; 0
@@ -91,7 +92,7 @@ def parse_settings(
     path = config.pop("cost_table", None)
     swap_out = config.pop("swap_out", "on_evict")
     if swap_out not in get_args(SwapOutMode):
-        raise _wrong("swap_out", swap_out, "use 'on_evict' or 'eager'")
+        raise _wrong("swap_out", swap_out, "use 'on_evict', 'hot' or 'eager'")
     max_depth = config.pop("max_depth", None)
     if max_depth is not None and (type(max_depth) is not int or max_depth < 1):
         raise _wrong("max_depth", max_depth, "give a number of documents of at least 1, or null")

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _FULL = ComponentType.FULL
 # Of the device tier: what may be locked by copies that were begun ahead of eviction.
 _AHEAD_SHARE = 0.25
+# Many prompts begin with a node that so many retrievals have read, one in so many at least.
+_HOT_USES = 8
+_HOT_PARTS = 32
 
 
 class SwapOut:
@@ -108,12 +111,20 @@ class SwapOut:
         return tokens
 
     def copy_ahead(self, path: list[DocumentNode]) -> None:
-        """Begin to copy the documents of `path`, upper nodes first, that have no host copy, and
-        of the tails those that were used again."""
-        limit = _AHEAD_SHARE * self._tree.token_to_kv_pool_allocator.size
+        """Begin to copy what of `path` is to have a host copy before it leaves the device, upper
+        nodes first: what prompts begin with, what storage wants, or all that isn't an unused
+        tail."""
+        tree = self._tree
+        mode = tree.settings.swap_out
+        if mode == "on_evict" and not tree.enable_storage:
+            return
+        limit = _AHEAD_SHARE * tree.token_to_kv_pool_allocator.size
         try:
             for node in path:
+                node.keeps_host_copy = self._many_begin_with(node)
                 if node.backuped or (node.is_tail and not node.matched):
+                    continue
+                if not (mode == "eager" or node.keeps_host_copy or tree.storing.wants(node)):
                     continue
                 if self._tokens_in_flight() + node.statistics.tokens > limit:
                     return
@@ -121,6 +132,15 @@ class SwapOut:
         finally:
             self._submit()
             self.host_slots.give_back()
+
+    def _many_begin_with(self, node: DocumentNode) -> bool:
+        """Whether so large a part of all prompts since it came begin with `node` and go on that
+        there can't be many of the kind."""
+        statistics = node.statistics
+        if statistics.frequency < _HOT_USES or not node.children:
+            return False
+        time = self._tree.tree_core.access_time - statistics.inserted_at
+        return statistics.frequency * _HOT_PARTS >= time
 
     def _locks(self) -> bool:
         """Whether copies that were begun ahead of eviction lock what they read."""
@@ -146,7 +166,8 @@ class SwapOut:
         if victims is None:
             return False
         # What is locked there, a pinned document's prefix, has no choice.
-        if not node.component_data[_FULL].host_lock_ref and not tree.settings.policy.admits(
+        is_to_have = node.keeps_host_copy or node.component_data[_FULL].host_lock_ref
+        if not is_to_have and not tree.settings.policy.admits(
             [kept.statistics for kept in _subtree(node)],
             [leaf.statistics for leaf in victims.leaves],
             component.host.clock,

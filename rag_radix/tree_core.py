@@ -281,6 +281,7 @@ class KnowledgeTreeCore(TierMoves):
             self.note_unmarked(upper, document)
         upper.host_copies = child.host_copies
         upper.host_reclaims = child.host_reclaims
+        upper.keeps_host_copy = child.keeps_host_copy
         if child.mark is not None and self.marks is not None:
             upper.mark = self.marks.attach(upper, upper.hash_value[-1])
         upper.statistics.tokens = len(upper.key)

@@ -40,6 +40,9 @@ class LeafTracking(UnifiedTreeCore):
 
     # Candidates
 
+    def _can_reclaim_full_host_duplicate(self, node: DocumentNode) -> bool:
+        return not node.keeps_host_copy and super()._can_reclaim_full_host_duplicate(node)
+
     def is_reclaimable(self, node: DocumentNode) -> bool:
         """Whether the host copy of `node` can be given up because the device has its KV."""
         return self._can_reclaim_full_host_duplicate(node) and node.id in self._node_arena

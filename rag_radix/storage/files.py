@@ -225,6 +225,11 @@ class SegmentFiles:
         with self._lock:
             return self._index.names_at(mark)
 
+    def marks(self) -> list[str]:
+        """See `PageIndex.marks`."""
+        with self._lock:
+            return self._index.marks()
+
     def path_to(self, page: str) -> StoredPath | None:
         """See `PageIndex.path_to`."""
         with self._lock:

@@ -28,7 +28,7 @@ class StoredPath(NamedTuple):
 
     Attributes:
         tokens: Of whole pages.
-        names: Documents by the page with which their node ends.
+        names: Documents of its nodes, by the last page of each.
     """
 
     tokens: array[int]
@@ -133,6 +133,10 @@ class PageIndex:
         names = [name for each in self._marked.get(mark, ()) for name in each.header.names]
         return tuple(dict.fromkeys(names))
 
+    def marks(self) -> list[str]:
+        """The last pages of all nodes of which there are files."""
+        return sorted(self._marked)
+
     # Paths
 
     def next(self, page: str) -> list[str]:
@@ -165,8 +169,8 @@ class PageIndex:
             tokens = unpacked(segment.header.tokens)
             parts.append(tokens[: len(tokens) // len(hashes) * pages])
             for each in hashes[:pages]:
-                if found := self.names_at(each):
-                    names[each] = tuple(sorted(found))
+                if each in self._marked:
+                    names[each] = tuple(sorted(self.names_at(each)))
             above = segment.header.parent
         tokens = array("q")
         for part in reversed(parts):

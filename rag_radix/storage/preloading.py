@@ -5,7 +5,7 @@ what is worth most to the policy first and, of each path, all that is missing fr
 upper nodes come before what hangs below them. Nothing leaves the host for it.
 
 Ranks do the same in the same passes: the order follows from the statistics, of which all have read
-the same, and what their files say of a path is compared before it is loaded.
+the same, and what their files say is compared before it is used.
 """
 
 from __future__ import annotations
@@ -66,16 +66,22 @@ class Preloading:
         self._marks = marks
         self._files = files
         self._is_idle = is_idle
-        absent = [mark for mark in marks if mark.node is None and not mark.namespace]
-        absent.sort(key=lambda mark: (mark.priority, mark.key))
-        self._keys = [mark.key for mark in absent]  # the last one first
         # Ranks of a pipeline read what their first one says.
-        if tree.settings.preload_host_share == 0 or tree.pp_size > 1:
-            self._keys.clear()
+        is_on = tree.settings.preload_host_share > 0 and tree.pp_size == 1
+        self._keys = self._order() if is_on else []  # the last one first
         self._handle: CacheRequestHandle | None = None
         self._passes = 0  # of reading, and then of rest, in which a flush finds nothing under way
         self._busy_passes = 0
         self.progress = Preloaded(left=len(self._keys))
+
+    def _order(self) -> list[str]:
+        """What there is: of what nothing is known since its server ended too soon, all alike."""
+        absent = [mark for mark in self._marks if mark.node is None and not mark.namespace]
+        absent.sort(key=lambda mark: (mark.priority, mark.key))
+        unknown = [key for key in self._files.marks() if self._marks.get(key) is None]
+        if not is_alike(self._tree, "".join(unknown).encode()):
+            unknown = []
+        return [*unknown, *(mark.key for mark in absent)]
 
     def is_loading(self, handle: CacheRequestHandle) -> bool:
         """Whether it has asked for what `handle` brings."""
@@ -129,7 +135,7 @@ class Preloading:
             key = self._keys.pop()
             self.progress.left = len(self._keys)
             mark = self._marks.get(key)
-            if mark is not None and mark.node is None:
+            if mark is None or mark.node is None:
                 self._load(key)
                 return
 

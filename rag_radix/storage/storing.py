@@ -192,11 +192,13 @@ class Storing:
                 parent[-1] if parent else None, hashes, mark.names, mark.namespace, tokens
             )
 
-    def hot(self, path: Iterable[DocumentNode]) -> list[DocumentNode]:
-        """What of `path` has been used often enough to be copied and stored ahead of eviction;
-        upper nodes first, which are used at least as often as those below."""
-        uses = self._tree.settings.store_after
-        return [node for node in path if node.mark is None and node.statistics.frequency >= uses]
+    def wants(self, node: DocumentNode) -> bool:
+        """Whether `node` has been used often enough to be copied and stored ahead of eviction."""
+        return (
+            self._tree.enable_storage
+            and node.mark is None
+            and node.statistics.frequency >= self._tree.settings.store_after
+        )
 
     def cleared(self) -> None:
         """The backend has nothing any more."""

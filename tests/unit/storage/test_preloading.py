@@ -57,6 +57,21 @@ def test_what_is_worth_most_comes_first_and_no_more_than_the_share(tmp_path):
         assert set(second.h.ends()) == {"hot", "warm"}
 
 
+def test_a_server_that_was_killed_before_it_wrote_statistics_has_left_documents_all_the_same(
+    tmp_path,
+):
+    with server(tmp_path) as first:
+        first.ask(prompt("a", "b"))
+        first.ask(prompt("c"), cache_salt="secret")
+    assert not list(tmp_path.glob("*/statistics.json"))
+    with again(tmp_path) as second:
+        preloaded(second)
+        assert set(second.h.ends()) == {"a", "b"}
+        assert not any(node.names_forgotten for node in second.h.nodes())
+        second.tree.control.invalidate(Selector(id="b"))
+        assert second.ask(prompt("a", "b")).cached_tokens_host == SYSTEM_AND_ONE
+
+
 def test_a_share_of_nothing_turns_it_off(tmp_path):
     filled(tmp_path, ("a", 3))
     with again(tmp_path, share=0) as second:

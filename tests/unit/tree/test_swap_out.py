@@ -206,7 +206,7 @@ def test_a_trace_has_spans_and_lengths_and_can_be_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"swap_out": "lazily"}, "swap_out='lazily'.*'on_evict' or 'eager'"),
+        ({"swap_out": "lazily"}, "swap_out='lazily'.*'on_evict', 'hot' or 'eager'"),
         ({"max_depth": 0}, "max_depth=0.*at least 1"),
         ({"max_depth": True}, "max_depth=True"),
         ({"trace": 3}, "trace=3.*name of a file"),
