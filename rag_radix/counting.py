@@ -81,7 +81,10 @@ class Counting:
     def _note_topic(self, retrieval: Retrieval, now: int) -> None:
         tree = self._tree
         if retrieval.kept_documents:
-            documents = [retrieval.document_key(i) for i in range(len(retrieval.kept_documents))]
+            # By name, so that an earlier server's topics are known again.
+            documents = [
+                retrieval.document_key(i).name for i in range(len(retrieval.kept_documents))
+            ]
             retrieval.topic = tree.histories.use_topic(documents, retrieval.keys[0], now)
 
     def _note_history(self, node: DocumentNode, above: PathHistory | None) -> None:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from enum import IntEnum
+from itertools import islice
 
 import numpy as np
 
@@ -82,12 +83,14 @@ class PathHistory:
         expected: Uses per retrieval that requests will make which wait now.
         group: Paths that are used alike.
         is_predicted: Whether the model counts on uses of it.
+        path: The path, where it ends with a document.
     """
 
-    __slots__ = ("count", "expected", "group", "is_predicted", "last_use", "topic", "uses")
+    __slots__ = ("count", "expected", "group", "is_predicted", "last_use", "path", "topic", "uses")
 
-    def __init__(self, topic: Topic) -> None:
+    def __init__(self, topic: Topic, path: bytes | None = None) -> None:
         self.topic = topic
+        self.path = path
         self.uses = 0
         self.last_use = 0
         self.count = 0.0
@@ -208,6 +211,27 @@ class ReuseModel:
         history.is_predicted = False
         self._expect(history, now, -1)
 
+    def count_on(self, history: PathHistory, now: int) -> None:
+        """Expect uses of a path that is as it was in an earlier server."""
+        self._expect(history, now, 1)
+
+    def learned(self) -> list[list[list[float]]]:
+        """What `learn_from` takes."""
+        return [self._attributed.tolist(), self._predicted.tolist()]
+
+    def learn_from(self, learned: Sequence[Sequence[Sequence[float]]], now: int) -> None:
+        """Go on with what an earlier server has `learned`, at logical time `now`.
+
+        Raises:
+            ValueError: It isn't that.
+        """
+        attributed, predicted = (np.array(each, dtype=float) for each in learned)
+        for each in (attributed, predicted):
+            if each.shape != self._attributed.shape or not (np.isfinite(each) & (each >= 0)).all():
+                raise ValueError("the evidence isn't one of finite numbers by group and half-life")
+        self._attributed, self._predicted = attributed, predicted
+        self._publish(max(now, 1))
+
     def _expect(self, history: PathHistory, now: int, sign: int) -> None:
         """Count on uses of the path as it is, or no longer."""
         topic = history.topic
@@ -270,7 +294,7 @@ class PathHistories:
         if history is not None and history.topic is not topic:
             self.model.forget(history, now)
             history = None
-        history = history or PathHistory(topic)
+        history = history or PathHistory(topic, path)
         self._histories[path] = history
         self.model.use(history, now, Kind.DOCUMENT, is_first=is_first)
         if len(self._histories) > self._capacity:
@@ -297,6 +321,29 @@ class PathHistories:
         self._expected = [history for history in known if history is not None]
         for history in self._expected:
             history.expected += 1 / len(waiting)
+
+    def get(self, path: bytes) -> PathHistory | None:
+        return self._histories.get(path)
+
+    def latest(self, count: int) -> tuple[list[PathHistory], list[tuple[Hashable, Topic]]]:
+        """Of paths and of documents' topics the `count` that were last used, the last one last."""
+        histories = list(islice(reversed(self._histories.values()), count))
+        topics = list(islice(reversed(self._topics.items()), count))
+        return histories[::-1], topics[::-1]
+
+    def restore(
+        self,
+        histories: Sequence[PathHistory],
+        topics: Sequence[tuple[Hashable, Topic]],
+        now: int,
+    ) -> None:
+        """Go on from what an earlier server had as its `latest`, at logical time `now`."""
+        for history in histories:
+            assert history.path is not None
+            self._histories[history.path] = history
+            if history.is_predicted:
+                self.model.count_on(history, now)
+        self._topics.update(topics)
 
     def clear(self) -> None:
         self._histories.clear()

@@ -32,6 +32,11 @@ class DocumentKey(NamedTuple):
         """Name of its namespace."""
         return namespace_name(self.extra_key, self.cache_salt)
 
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """Id, version and name of its namespace: what may be written down."""
+        return self.id, self.version, self.namespace
+
 
 @dataclass(slots=True)
 class NodeStatistics:
@@ -102,8 +107,7 @@ class DocumentFrequencies:
         """Count one retrieval of `document` and return its count."""
         count = self._counts.pop(document, 0) + 1
         if count == 1 and self._restored:
-            name = (document.id, document.version, document.namespace)
-            count += self._restored.pop(name, 0)
+            count += self._restored.pop(document.name, 0)
         self._counts[document] = count
         if len(self._counts) > self._capacity:
             forgotten, _ = self._counts.popitem(last=False)
@@ -130,7 +134,7 @@ class DocumentFrequencies:
         def collect() -> Iterator[tuple[tuple[str, str, str], int]]:
             yield from restored[-max(self._capacity - len(counts), 0) :]
             for key, count in counts:
-                yield (key.id, key.version, key.namespace), count
+                yield key.name, count
 
         return collect
 

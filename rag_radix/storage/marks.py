@@ -35,6 +35,7 @@ class Mark:
         "_namespace",
         "_owner",
         "_pages",
+        "_path",
         "_ranks",
         "_statistics",
         "key",
@@ -50,6 +51,7 @@ class Mark:
         self._names: tuple[Name, ...] = ()
         self._forgotten = False
         self._statistics = NodeStatistics()
+        self._path: bytes | None = None
         self._ranks: list[Rank] = []
 
     @property
@@ -81,6 +83,12 @@ class Mark:
         return self._statistics if node is None else node.statistics
 
     @property
+    def path(self) -> bytes | None:
+        """That of its history, if it has one that outlives it."""
+        history = self.statistics.history
+        return self._path if history is None else history.path
+
+    @property
     def priority(self) -> float:
         """On host, as of its last use."""
         node = self.node
@@ -93,6 +101,7 @@ class Mark:
         if node is not None:
             self._names, self._forgotten = self.names, self.names_forgotten
             self._pages, self._namespace = self.pages, self.namespace
+            self._path = self.path
             self._statistics, self._ranks = node.statistics, node.ranks
             self._statistics.history = None
             self.node = None
@@ -119,6 +128,7 @@ class Mark:
             "document_frequency": statistics.document_frequency,
             "cost_per_token_s": statistics.cost_per_token_s,
             "cost_samples": statistics.cost_samples,
+            "path": None if self.path is None else self.path.hex(),
         }
 
     @classmethod
@@ -139,6 +149,8 @@ class Mark:
             cost_per_token_s=float(fields["cost_per_token_s"]),
             cost_samples=int(fields["cost_samples"]),
         )
+        path = fields.get("path")
+        mark._path = None if path is None else bytes.fromhex(path)
         return mark
 
 

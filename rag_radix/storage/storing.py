@@ -16,6 +16,7 @@ from rag_radix.errors import UnsupportedError
 from rag_radix.node import Occurrence
 from rag_radix.retrieval import Retrieval
 from rag_radix.statistics import DocumentKey, namespace_name
+from rag_radix.storage import histories
 from rag_radix.storage.agreement import is_alike
 from rag_radix.storage.backend import VerifiedFiles
 from rag_radix.storage.files import SegmentFiles
@@ -259,6 +260,8 @@ class Storing:
             statistics.document_frequency = old.document_frequency
             statistics.cost_per_token_s = old.cost_per_token_s
             statistics.cost_samples = old.cost_samples
+            if mark.path is not None:
+                statistics.history = self._tree.histories.get(mark.path)
             if mark.names_forgotten:
                 self._tree.tree_core.forget_names(node)
             self._rename(node, mark)
@@ -378,6 +381,7 @@ class Storing:
         tree, files = self._tree, self._files
         marks = list(self.marks)
         documents = tree.document_frequencies.counts()
+        paths = histories.saved(tree.histories) if tree.settings.policy.uses_history else None
         state = {
             "format": FORMAT_VERSION,
             "access_time": tree.tree_core.access_time,
@@ -388,8 +392,10 @@ class Storing:
         def collect(others: bytes) -> dict[str, Any]:
             stored = {mark.key: mark.as_json() for mark in marks if _has(files, mark.key)}
             counts = dict(documents())
+            remembered = None if paths is None else paths()
             if others:
                 theirs = orjson.loads(others)
+                remembered = remembered or theirs.get("histories")
                 for fields in theirs["marks"]:
                     if _has(files, fields["key"]):
                         mine = stored.setdefault(fields["key"], fields)
@@ -402,6 +408,7 @@ class Storing:
                 **state,
                 "marks": list(stored.values()),
                 "documents": [(*key, count) for key, count in counts.items()],
+                "histories": remembered,
             }
 
         return collect
@@ -436,6 +443,17 @@ class Storing:
         component = tree.component
         for tier, evicted in zip((component.device, component.host), clocks, strict=True):
             tier.clock.evicted = max(tier.clock.evicted, evicted)
+        self._restore_histories(saved.get("histories"))
+
+    def _restore_histories(self, saved: dict[str, Any] | None) -> None:
+        tree = self._tree
+        # A tree that has some of its own has been there before the backend.
+        if saved is None or not tree.settings.policy.uses_history or len(tree.histories):
+            return
+        try:
+            histories.restore(tree.histories, saved, tree.tree_core.access_time)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            logger.warning("Storage: the histories of paths can't be understood: %r", error)
 
     def report(self) -> dict[str, Any] | None:
         files = self._files
