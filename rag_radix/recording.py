@@ -37,5 +37,7 @@ class TraceRecorder:
                 prompt_tokens=retrieval.prompt_tokens,
                 output_tokens=output_tokens,
                 namespace=namespace_name(retrieval.extra_key, retrieval.cache_salt),
+                shared_tokens=retrieval.shared_tokens,
+                shared_namespace=namespace_name(retrieval.extra_key, None),
             )
         )

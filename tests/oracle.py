@@ -208,9 +208,9 @@ class Oracle:
         end = 0
         for gap, document in enumerate(request.documents):
             if document.start > end:
-                yield (request.namespace, gap, document.start - end), document.start - end
+                yield (request.namespace_at(end), gap, document.start - end), document.start - end
             yield (
-                (request.namespace, document.id, document.version),
+                (request.namespace_at(document.start), document.id, document.version),
                 document.end - document.start,
             )
             end = document.end
@@ -258,7 +258,7 @@ class Oracle:
             node.frequency += 1
             node.last_use = self.now
             if span is not None and start == span.start:
-                document = request.namespace, span.id, span.version
+                document = request.namespace_at(span.start), span.id, span.version
                 self._retrieved[document] = self._retrieved.get(document, 0) + 1
                 node.document_frequency = self._retrieved[document]
                 above = node.history = self._history(self._place(node), topic, above is None)
@@ -283,7 +283,9 @@ class Oracle:
 
     def _topic(self, request: TraceRequest, path: list[Node]) -> Topic:
         """What the request is about; that is a use of it."""
-        documents = [(request.namespace, each.id, each.version) for each in request.documents]
+        documents = [
+            (request.namespace_at(each.start), each.id, each.version) for each in request.documents
+        ]
         ends = accumulate(node.tokens for node in path)
         first = next(
             n for n, end in zip(path, ends, strict=True) if end > request.documents[0].start

@@ -119,7 +119,7 @@ def _uses(
     requests: Sequence[TraceRequest], cost: Callable[[int, int], float], warm_up: int
 ) -> _Uses:
     latest: dict[int, int] = {}
-    items: dict[tuple[int | str, int, str, str], int] = {}
+    items: dict[tuple[int | None, str, int, str, str], int] = {}
     rows: list[tuple[int, int, int, int]] = []
     values: list[float] = []
     uncached_s = 0.0
@@ -128,10 +128,11 @@ def _uses(
         if counted:
             seconds = _seconds_behind_documents(request, cost)
             uncached_s += seconds[0]
-        item: int | str = request.namespace
+        item: int | None = None
         end = 0
         for depth, document in enumerate(request.documents):
-            key = (item, document.start - end, document.id, document.version)
+            namespace = request.namespace_at(document.start)
+            key = (item, namespace, document.start - end, document.id, document.version)
             item = items.setdefault(key, len(items))
             end = document.end
             tokens = end - document.start

@@ -136,21 +136,29 @@ class Replayer:
 
     def cached_tokens(self, request: TraceRequest) -> int:
         """How many of a prompt's tokens are cached now, in a knowledge tree; only looks."""
+        from rag_radix.namespaces import prompt_key
+
         prompt = self._prompts.prompt(request)
         limit = prompt.prompt_slots // self.tree.page_size * self.tree.page_size
-        prefix = CachedPrefix(self._key(prompt.ids, request.namespace or None, limit=limit))
+        extra_key, cache_salt = _names(request)
+        key = prompt_key(
+            prompt.ids, extra_key, cache_salt, limit=limit, shared_tokens=prompt.shared_slots
+        )
+        prefix = CachedPrefix(key)
         PrefixTracker(self.tree.tree_core).refresh(prefix)
         return prefix.tokens * self.granularity
 
     def _arrive(self, request: TraceRequest) -> _Arrival:
         prompt = self._prompts.prompt(request)
         self._arrived += 1
+        extra_key, cache_salt = _names(request)
         req = self._req(
             f"{self._arrived:09d}",
             "",
             prompt.ids[: prompt.prompt_slots],
             self._sampling_params(custom_params=prompt.custom_params),
-            extra_key=request.namespace or None,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
             vocab_size=_VOCABULARY,
         )
         req.full_untruncated_fill_ids = prompt.ids
@@ -170,7 +178,9 @@ class Replayer:
     def _admit(self, req: Any, prompt: ReplayPrompt) -> tuple[int, int]:
         """Match, load back what is on host and lock; returns the slots found on each tier."""
         tree = self.tree
-        key = self._key(prompt.ids, req.extra_key, limit=prompt.matchable_slots)
+        key = self._key(
+            prompt.ids, req.extra_key, limit=prompt.matchable_slots, cache_salt=req.cache_salt
+        )
         match = tree.match_prefix(self._match_params(key=key, req=req))
         req.last_node, req.host_hit_length = match.last_device_node, match.host_hit_length
         device_hit, host_hit = match.device_prefix_len, 0
@@ -255,6 +265,12 @@ class Replayer:
             hit_documents,
             swapped_out * grain,
         )
+
+
+def _names(request: TraceRequest) -> tuple[str | None, str | None]:
+    """SGLang's `extra_key` and `cache_salt` for the namespaces of a request."""
+    shared, own = request.shared_namespace, request.namespace
+    return shared or None, own if own != shared else None
 
 
 @contextmanager

@@ -28,6 +28,7 @@ class ReplayPrompt:
         computed_tokens: Tokens whose KV is computed: all but the last output token.
         custom_params: The annotation in slots, as it comes to the scheduler; a document that
             lies within a slot has length 0.
+        shared_slots: Whole slots of the prompt that its salt doesn't cover.
     """
 
     ids: array[int]
@@ -35,6 +36,7 @@ class ReplayPrompt:
     matchable_slots: int
     computed_tokens: int
     custom_params: dict[str, Any]
+    shared_slots: int
 
 
 class PromptTokens:
@@ -74,7 +76,12 @@ class PromptTokens:
             request.prompt_tokens // grain,
             max(request.prompt_tokens - 1, 0) // grain,
             computed,
-            {wire.KEY: wire.normalised(documents, speculative=False, strict=False)},
+            {
+                wire.KEY: wire.normalised(
+                    documents, speculative=False, strict=False, salt_from=_salt_from(request)
+                )
+            },
+            request.shared_tokens // grain,
         )
 
     def _add(
@@ -103,3 +110,9 @@ class PromptTokens:
 
     def _segment(self, text: object) -> int:
         return self._segments.setdefault(text, len(self._segments)) * _SEGMENT_TOKENS
+
+
+def _salt_from(request: TraceRequest) -> int | None:
+    if not request.shared_tokens:
+        return None
+    return sum(document.end <= request.shared_tokens for document in request.documents)

@@ -37,7 +37,9 @@ class Skew:
 def skew_of(requests: Sequence[TraceRequest]) -> Skew:
     """The skew of the documents that occur in `requests`; others of the corpus are unknown."""
     counts = Counter(
-        (request.namespace, document.id) for request in requests for document in request.documents
+        (request.namespace_at(document.start), document.id)
+        for request in requests
+        for document in request.documents
     )
     return Skew(tuple(sorted(counts.values(), reverse=True)))
 
@@ -48,10 +50,11 @@ def footprint_tokens(requests: Sequence[TraceRequest]) -> int:
     paths: dict[object, int] = {}
     total = 0
     for request in requests:
-        path: object = request.namespace
+        path: object = None
         end = 0
         for document in request.documents:
-            key = (path, document.start - end, document.id, document.version)
+            namespace = request.namespace_at(document.start)
+            key = (path, namespace, document.start - end, document.id, document.version)
             if key not in paths:
                 paths[key] = len(paths)
                 total += document.end - document.start

@@ -46,6 +46,9 @@ class TraceRequest:
         prompt_tokens: Tokens of the whole prompt.
         output_tokens: Tokens generated.
         namespace: Requests share cached prefixes only within a namespace.
+        shared_tokens: So much of the prompt, up to the first document or to the end of one, lies
+            in another namespace, which a salt doesn't cover.
+        shared_namespace: That one; for all requests without a salt their own.
     """
 
     arrival_s: float
@@ -53,6 +56,12 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int = 0
     namespace: str = ""
+    shared_tokens: int = 0
+    shared_namespace: str = ""
+
+    def namespace_at(self, position: int) -> str:
+        """The namespace of the token at `position`."""
+        return self.shared_namespace if position < self.shared_tokens else self.namespace
 
 
 def read_trace(path: str | Path) -> list[TraceRequest]:
@@ -136,12 +145,21 @@ def _request(line: bytes, where: str) -> TraceRequest:
                 f"non-empty, ascending and disjoint, and end within prompt_tokens={prompt_tokens}"
             )
         end = span.end
+    shared_tokens = _count(fields, "shared_tokens", where, default=0)
+    ends = [0, *(span.start for span in spans[:1]), *(span.end for span in spans)]
+    if shared_tokens not in ends:
+        raise TraceError(
+            f"{where}.shared_tokens={shared_tokens}: a salt begins at the first document or where "
+            f"one ends: {', '.join(map(str, ends))}"
+        )
     return TraceRequest(
         arrival_s=float(arrival_s),
         documents=spans,
         prompt_tokens=prompt_tokens,
         output_tokens=_count(fields, "output_tokens", where, default=0),
         namespace=_field(fields, "namespace", str, where, default=""),
+        shared_tokens=shared_tokens,
+        shared_namespace=_field(fields, "shared_namespace", str, where, default=""),
     )
 
 

@@ -218,6 +218,22 @@ def test_namespaces_versions_and_template_lengths_share_nothing() -> None:
     assert bound_of([first, request(1)], 100, 100).hit_tokens == 5
 
 
+def test_what_precedes_a_salt_is_shared_with_all() -> None:
+    def request(arrival: int, space: str, shared: int, shared_space: str = "") -> TraceRequest:
+        documents = (TraceDocument("a", "", 2, 7), TraceDocument("b", "", 7, 12))
+        return TraceRequest(float(arrival), documents, 15, 0, space, shared, shared_space)
+
+    first = request(0, "one", 7)
+    for other, found in (
+        (request(1, "one", 7), 10),
+        (request(1, "two", 7), 5),
+        (request(1, "", 0), 5),
+        (request(1, "one", 0), 0),
+        (request(1, "one", 7, "adapter"), 0),
+    ):
+        assert bound_of([first, other], 100, 100).hit_tokens == found
+
+
 def test_requests_without_documents_only_cost_time() -> None:
     trace = [TraceRequest(0.0, (), 10), TraceRequest(1.0, (), 10)]
     bound = bound_of(trace, 100, 100)

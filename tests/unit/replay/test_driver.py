@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,27 @@ def test_a_document_is_found_behind_the_same_text_only():
         assert it.serve(request("a@2", "b")).hit_tokens == 32
         assert it.serve(request("a", "b", system=48)).hit_tokens == 0
         assert it.serve(request("a", "b", namespace="other")).hit_tokens == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_tenants_find_what_precedes_their_salts(page_size):
+    with replayer(page_size=page_size) as it:
+
+        def hit(tenant, shared, shared_space=""):
+            asked = request("a", "b", namespace=tenant)
+            asked = replace(asked, shared_tokens=shared, shared_namespace=shared_space)
+            cached = it.cached_tokens(asked)
+            assert it.serve(asked).hit_tokens == cached
+            return cached
+
+        assert hit("one", 32 + 64) == 0
+        assert hit("two", 32 + 64) == 32 + 64
+        assert hit("one", 32 + 64) == hit("two", 32 + 64) == 32 + 2 * 64
+        assert hit("three", 32) == 32
+        assert hit("one", 0) == 0
+        assert hit("", 0) == 32 + 64
+        assert hit("adapter", 0, "adapter") == 0
+        assert hit("one with it", 32 + 64, "adapter") == 32 + 64
 
 
 def test_a_question_is_never_found_again():

@@ -28,11 +28,15 @@ POLICIES: dict[str, tuple[str, dict[str, Any], Callable[[], OraclePolicy]]] = {
 
 
 def small_trace(workload: str, seed: int, requests: int, k: int = 2) -> list[TraceRequest]:
-    """Two tenants, few and short documents."""
+    """Few and short documents; a tenant's prompts begin in public up to some document or none."""
     trace = generate(
         workload, requests=requests, seed=seed, k=k, documents=90, mean_document_tokens=60
     )
-    return [replace(each, namespace="b" * (i % 3 == 0)) for i, each in enumerate(trace)]
+    for i in range(0, requests, 3):
+        documents = trace[i].documents
+        begins = [0, documents[0].start, *(each.end for each in documents)]
+        trace[i] = replace(trace[i], namespace="b", shared_tokens=begins[i // 3 % len(begins)])
+    return trace
 
 
 def compare(

@@ -23,6 +23,8 @@ REQUESTS = [
         90,
         output_tokens=7,
         namespace="tenant",
+        shared_tokens=40,
+        shared_namespace="adapter",
     ),
     TraceRequest(1.25, (), 12),
 ]
@@ -32,6 +34,14 @@ def test_a_written_trace_reads_back_the_same(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(path, REQUESTS)
     assert read_trace(path) == REQUESTS
+
+
+def test_a_prompt_is_in_the_shared_namespace_up_to_its_salt() -> None:
+    assert [REQUESTS[0].namespace_at(at) for at in (0, 39, 40, 89)] == [
+        *["adapter"] * 2,
+        *["tenant"] * 2,
+    ]
+    assert REQUESTS[1].namespace_at(0) == ""
 
 
 def test_blank_lines_and_fields_with_defaults_may_be_missing(tmp_path: Path) -> None:
@@ -65,6 +75,11 @@ def test_blank_lines_and_fields_with_defaults_may_be_missing(tmp_path: Path) -> 
             '{"arrival_s": 0, "documents": [{"id": "a", "start": 2, "end": 4}, '
             '{"id": "b", "start": 3, "end": 5}], "prompt_tokens": 9}',
             r"documents\[1\] spans \[3, 5\)",
+        ),
+        (
+            '{"arrival_s": 0, "documents": [{"id": "a", "start": 2, "end": 4}], '
+            '"prompt_tokens": 9, "shared_tokens": 3}',
+            "shared_tokens=3: a salt begins at the first document or where one ends: 0, 2, 4",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from unit.tree.prompts import document, prompt
 from rag_radix.errors import ConfigError
 from rag_radix.replay.trace import TraceDocument, read_trace
 from rag_radix.settings import parse_settings
+from rag_radix.statistics import namespace_name
 
 
 def evict(h, tokens):
@@ -201,6 +202,23 @@ def test_a_trace_has_spans_and_lengths_and_can_be_read_back(tmp_path):
     assert second.namespace not in ("", "tenant")
     assert third.documents == ()
     assert first.arrival_s <= second.arrival_s <= third.arrival_s
+
+
+def test_a_trace_says_which_part_of_a_prompt_is_shared(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    tokens, spans = prompt("public", "private")
+    with harness(device_tokens=1000, policy_config={"trace": str(path)}) as h:
+        for key, salt, salt_from in (
+            (None, "s", 1),
+            ("k", "s", 0),
+            ("k", "s", None),
+            ("k", None, None),
+        ):
+            h.serve(tokens, spans, extra_key=key, cache_salt=salt, salt_from=salt_from)
+    names = [(each.namespace, each.shared_namespace) for each in read_trace(path)]
+    keyed, salted = namespace_name("k", None), namespace_name("k", "s")
+    assert names == [(namespace_name(None, "s"), ""), *[(salted, keyed)] * 2, (keyed, keyed)]
+    assert [each.shared_tokens for each in read_trace(path)] == [spans[0][2], spans[0][1], 0, 0]
 
 
 @pytest.mark.parametrize(
