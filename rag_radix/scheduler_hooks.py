@@ -113,6 +113,13 @@ def _after_batch(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> No
             scheduler.tree_cache.control.started(result.batch_to_run.reqs)
 
 
+def _around_sleep(original: Any, scheduler: Any) -> None:
+    preloading = scheduler.tree_cache.storing.preloading if has_tree(scheduler) else None
+    # It goes on from pass to pass, and would take a second for each.
+    if preloading is None or not preloading.is_running:
+        original(scheduler)
+
+
 def _after_new_weights(_result: Any, updater: Any, *_args: Any, **_kwargs: Any) -> None:
     # SGLang flushes its cache unless told not to, or while requests run.
     if has_tree(updater.scheduler):
@@ -164,6 +171,7 @@ _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "_release_aborted_request": ("after", _after_release_aborted),
     "process_pending_chunked_abort": ("before", _before_chunked_abort),
     "get_new_batch_prefill": ("after", _after_batch),
+    "maybe_sleep_on_idle": ("around", _around_sleep),
 }
 _BATCH = "sglang.srt.managers.schedule_batch"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -195,6 +203,7 @@ SURFACE: dict[str, tuple[str, ...]] = {
             "_release_aborted_request": ("req",),
             "process_pending_chunked_abort": (),
             "get_new_batch_prefill": ("running_batch",),
+            "maybe_sleep_on_idle": (),
             "is_fully_idle": ("for_health_check", "ignore_waiting"),
             "send_abort_output": ("abort_req", "req"),
             "stash_chunked_request": ("req",),

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # While requests are computed, one path in so many passes.
 _BUSY_PASSES = 16
+# Between two paths as many passes as one took, and no more than these, in which a flush finds
+# nothing under way.
+_REST_PASSES = 20
 _numbers = count()
 
 
@@ -70,7 +73,7 @@ class Preloading:
         is_on = tree.settings.preload_host_share > 0 and tree.pp_size == 1
         self._keys = self._order() if is_on else []  # the last one first
         self._handle: CacheRequestHandle | None = None
-        self._passes = 0  # of reading, and then of rest, in which a flush finds nothing under way
+        self._passes = 0  # of reading, and then of rest
         self._busy_passes = 0
         self.progress = Preloaded(left=len(self._keys))
 
@@ -83,6 +86,11 @@ class Preloading:
             unknown = []
         return [*unknown, *(mark.key for mark in absent)]
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is more to come."""
+        return self.progress.state == "running"
+
     def is_loading(self, handle: CacheRequestHandle) -> bool:
         """Whether it has asked for what `handle` brings."""
         return self._handle is not None and handle.rid == self._handle.rid
@@ -94,10 +102,10 @@ class Preloading:
 
     def poll(self) -> None:
         """A scheduling pass begins; on all ranks."""
-        if self.progress.state != "running":
+        if not self.is_running:
             return
         if self._handle is not None:
-            self._passes += 1
+            self._passes = min(self._passes + 1, _REST_PASSES)
             if self._handle not in self._tree.ongoing_prefetch:
                 self._arrived(self._handle)
         elif self._passes:
