@@ -101,7 +101,7 @@ class DocumentFrequencies:
         self._restored: dict[tuple[str, str, str], int] = {}
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._counts) + len(self._restored)
 
     def record(self, document: DocumentKey) -> int:
         """Count one retrieval of `document` and return its count."""
@@ -130,9 +130,10 @@ class DocumentFrequencies:
     def counts(self) -> Callable[[], Iterator[tuple[tuple[str, str, str], int]]]:
         """What `restore` takes, in a form that another thread can finish."""
         counts, restored = list(self._counts.items()), list(self._restored.items())
+        first = max(len(restored) + len(counts) - self._capacity, 0)
 
         def collect() -> Iterator[tuple[tuple[str, str, str], int]]:
-            yield from restored[-max(self._capacity - len(counts), 0) :]
+            yield from restored[first:]
             for key, count in counts:
                 yield key.name, count
 

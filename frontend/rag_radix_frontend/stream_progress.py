@@ -82,6 +82,7 @@ class StreamProgress:
                 **meta_info,
                 "prompt_tokens": meta_info["prompt_tokens"] - tokens,
                 "completion_tokens": meta_info["completion_tokens"] + tokens,
+                "finish_reason": _of_the_whole(meta_info.get("finish_reason"), tokens),
             }
         got = len(self.text)
         # It may be shorter: a stop string is cut off when it is complete.
@@ -144,6 +145,13 @@ class StreamProgress:
                 if not text.endswith(_HALF_A_CHARACTER):
                     return mark
         return None
+
+
+def _of_the_whole(reason: Mapping[str, Any] | None, tokens: int) -> Mapping[str, Any] | None:
+    """Why an answer has ended whose last request had `tokens` of it before."""
+    if reason is None or "length" not in reason:
+        return reason
+    return {**reason, "length": reason["length"] + tokens}
 
 
 def _begun(text: str, stops: Sequence[str]) -> int:

@@ -111,7 +111,8 @@ class TokenServer:
         rest = self.script.encode()[len(given) - self._prompt_tokens :]
         for tokens in range(min(1, most), min(most, len(rest)) + 1):
             text = rest[:tokens].decode(errors="ignore")
-            reason = {"type": "length"} if tokens == min(most, len(rest)) else None
+            is_last = tokens == min(most, len(rest))
+            reason: dict[str, Any] | None = {"type": "length", "length": most} if is_last else None
             for stop in [stops] if isinstance(stops, str) else stops:
                 if stop in text:
                     text, reason = text[: text.index(stop)], {"type": "stop"}
