@@ -215,6 +215,7 @@ def settled(raw: wire.RawAnnotation, place: PlacedPrompt) -> dict[str, Any]:
         speculative=raw.speculative,
         strict=raw.strict,
         salt_from=place.salt_from(raw.salt_from),
+        counts=raw.counts,
     )
 
 

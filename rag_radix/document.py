@@ -31,11 +31,13 @@ class Annotation:
         speculative: The request is a guess that may be refused or cancelled.
         salt_from: So many documents come before what the request's salt covers, which begins where
             they end, or at the first document; None when it covers all of the prompt.
+        counts: The request is a retrieval of its own in the statistics.
     """
 
     documents: tuple[DocumentSpan, ...]
     speculative: bool = False
     salt_from: int | None = None
+    counts: bool = True
 
     @property
     def shared_tokens(self) -> int:

@@ -103,10 +103,12 @@ class Retrieval:
 
         A speculation counts once it is promoted, so a wrong guess never does. With `n > 1`
         SGLang computes the prompt in an extra request of zero tokens: that one is the
-        retrieval, the samples that follow repeat it.
+        retrieval, the samples that follow repeat it. What goes on with an answer that broke off
+        repeats its retrieval, too, and says so.
         """
         params = req.sampling_params
-        return not self.speculative and bool(params.n == 1 or params.max_new_tokens == 0)
+        is_first = bool(params.n == 1 or params.max_new_tokens == 0)
+        return is_first and self.annotation.counts and not self.speculative
 
     def note_hits(self, req: Any) -> None:
         device, host = req.cached_tokens_device, req.cached_tokens_host

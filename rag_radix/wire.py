@@ -3,13 +3,15 @@
 A client sends::
 
     {"rag": {"documents": [{"id": "wiki/17", "version": "3", "start": 812, "end": 1930}],
-             "unit": "token", "speculative": false, "strict": false, "salt_from": 1}}
+             "unit": "token", "speculative": false, "strict": false, "salt_from": 1,
+             "counts": true}}
 
 `documents` is required; a document needs `id` and either `start` and `end` (half-open, in
 `unit`: `token` counts `input_ids`, `char` counts the code points of a text prompt) or, in chat
 completions, `text`. Everything else may be left out, unknown names are refused. `salt_from` is how
 many documents the request's `cache_salt` doesn't cover: it covers all that follows the last of
 them, and with 0 the first document and what follows. Without it the salt covers the whole prompt.
+`counts` is false where the request goes on with a retrieval that has been counted before.
 
 Behind the door of the server the same object is always in its normalised form: every name
 present, `unit` is `token`, offsets lie within the prompt.
@@ -30,7 +32,7 @@ MAX_NAME_CHARS = 512
 
 Unit = Literal["token", "char"]
 
-_ANNOTATION_FIELDS = ("documents", "unit", "speculative", "strict", "salt_from")
+_ANNOTATION_FIELDS = ("documents", "unit", "speculative", "strict", "salt_from", "counts")
 _DOCUMENT_FIELDS = ("id", "version", "start", "end", "text")
 
 
@@ -55,6 +57,7 @@ class RawAnnotation:
         strict: Refuse the request when its documents can't be placed.
         salt_from: So many documents come before what the request's salt covers; None where that is
             all of the prompt.
+        counts: The request is a retrieval of its own in the statistics.
     """
 
     spans: tuple[DocumentSpan, ...] = ()
@@ -63,6 +66,7 @@ class RawAnnotation:
     speculative: bool = False
     strict: bool = False
     salt_from: int | None = None
+    counts: bool = True
 
 
 def parse(custom_params: object) -> RawAnnotation | None:
@@ -89,6 +93,7 @@ def parse(custom_params: object) -> RawAnnotation | None:
         speculative=_flag(rag, "speculative"),
         strict=_flag(rag, "strict"),
         salt_from=_index(rag, "salt_from", len(spans or texts)),
+        counts=_flag(rag, "counts", default=True),
     )
 
 
@@ -117,6 +122,7 @@ def normalised(
     speculative: bool,
     strict: bool,
     salt_from: int | None = None,
+    counts: bool = True,
 ) -> dict[str, Any]:
     """The value of `custom_params["rag"]` that goes to the scheduler.
 
@@ -125,6 +131,7 @@ def normalised(
         speculative: As the client said.
         strict: As the client said.
         salt_from: Among these documents.
+        counts: As the client said.
     """
     return {
         "documents": [
@@ -134,6 +141,7 @@ def normalised(
         "speculative": speculative,
         "strict": strict,
         "salt_from": salt_from,
+        "counts": counts,
     }
 
 
@@ -152,7 +160,9 @@ def spans(custom_params: object) -> Annotation | None:
         )
         if rag["unit"] != "token":
             return None
-        return Annotation(documents, rag["speculative"], rag.get("salt_from"))
+        return Annotation(
+            documents, rag["speculative"], rag.get("salt_from"), rag.get("counts", True)
+        )
     except (AttributeError, KeyError, TypeError):
         return None
 
@@ -255,8 +265,8 @@ def _string(document: dict[str, Any], field: str, name: str) -> str:
     return value
 
 
-def _flag(rag: dict[str, Any], name: str) -> bool:
-    value = rag.get(name, False)
+def _flag(rag: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    value = rag.get(name, default)
     if not isinstance(value, bool):
         raise AnnotationError(f"rag.{name}", f"must be true or false, not {_kind(value)}")
     return value

@@ -73,7 +73,9 @@ class Sender:
         while not progress.is_finished:
             try:
                 request = progress.next_request(tokens)
-                with self._sending(state, request), self._stream(state, request) as reply:
+                # What the program has seen something of has been counted.
+                sending = self._sending(state, request, counts=not progress.text)
+                with sending, self._stream(state, request) as reply:
                     for event in events(reply):
                         check_result(event)
                         yield progress.add(event)
@@ -86,9 +88,9 @@ class Sender:
                     raise attempts.broken_off(error, len(progress.text)) from error
                 self._failed(state, attempts, error)
 
-    def once(self, state: Any, data: dict[str, Any]) -> Any:
+    def once(self, state: Any, data: dict[str, Any], *, counts: bool = True) -> Any:
         """The answer to a request that is sent once."""
-        with self._sending(state, data):
+        with self._sending(state, data, counts):
             result = self._reply(state, data).json()
         for one in result if isinstance(result, list) else [result]:
             check_result(one)
@@ -118,13 +120,13 @@ class Sender:
         attempts.failed(error)
 
     @contextlib.contextmanager
-    def _sending(self, state: Any, data: dict[str, Any]) -> Iterator[None]:
+    def _sending(self, state: Any, data: dict[str, Any], counts: bool) -> Iterator[None]:
         """Give a request its ids and annotations, and count it as running meanwhile."""
         batch = data.get("text", data.get("input_ids"))
         count = len(batch) if isinstance(batch, list) and not isinstance(batch[0], int) else None
         with self._in_flight.sending(state, count or 1) as ticket:
             data["rid"] = ticket.rids[0] if count is None else ticket.rids
-            annotate(data, self._strict, ticket.speculative, self._cache_salt)
+            annotate(data, self._strict, ticket.speculative, self._cache_salt, counts=counts)
             try:
                 yield
             except OSError as error:
@@ -165,16 +167,27 @@ class _Tokens:
         # The server computes and keeps the prompt by the way.
         params = {"max_new_tokens": 0}
         data = {"text": self._prompt, "sampling_params": params, "return_prompt_token_ids": True}
-        ids: list[int] | None = self._sender.once(self._state, data).get("prompt_token_ids")
+        reply = self._sender.once(self._state, data, counts=False)
+        ids: list[int] | None = reply.get("prompt_token_ids")
         return ids
 
 
-def annotate(data: dict[str, Any], strict: bool, speculative: bool, cache_salt: str | None) -> None:
-    """Have a request say where its documents are, whether it is a guess, and whose it is."""
+def annotate(
+    data: dict[str, Any],
+    strict: bool,
+    speculative: bool,
+    cache_salt: str | None,
+    *,
+    counts: bool = True,
+) -> None:
+    """Have a request say where its documents are, whether it is a guess, whose it is, and whether
+    it `counts` as a retrieval of its own."""
     text, params = data.get("text"), data["sampling_params"]
     texts = text if isinstance(text, list) else [text]
     annotations = [
-        placed_annotation(one, strict=strict, speculative=speculative, salted=bool(cache_salt))
+        placed_annotation(
+            one, strict=strict, speculative=speculative, salted=bool(cache_salt), counts=counts
+        )
         for one in texts
     ]
     if cache_salt:

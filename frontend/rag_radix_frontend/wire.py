@@ -14,15 +14,23 @@ ENDED = "speculation ended"
 
 
 def placed_annotation(
-    text: str | None, *, strict: bool = False, speculative: bool = False, salted: bool = False
+    text: str | None,
+    *,
+    strict: bool = False,
+    speculative: bool = False,
+    salted: bool = False,
+    counts: bool = True,
 ) -> dict[str, Any] | None:
     """`custom_params` for a prompt sent as this text; None when there is nothing to say of it.
 
     Ranges are half-open and count characters of the text. If the request is `salted`, its salt
-    covers what follows the last public document, or all if there is none.
+    covers what follows the last public document, or all if there is none. It `counts` unless it
+    goes on with a request that has been counted.
     """
     if not isinstance(text, RetrievedText) or not text.documents:
-        return speculative_annotation() if speculative else None
+        if counts and not speculative:
+            return None
+        return _custom_params({"documents": []}, speculative=speculative, counts=counts)
     documents = [
         {**_identity(placed.document), "start": placed.start, "end": placed.end}
         for placed in text.documents
@@ -30,12 +38,7 @@ def placed_annotation(
     rag: dict[str, Any] = {"documents": documents, "unit": "char"}
     if salted and (public := text.public_documents):
         rag["salt_from"] = public
-    return _custom_params(rag, strict, speculative)
-
-
-def speculative_annotation() -> dict[str, Any]:
-    """`custom_params` for a speculation whose prompt holds no documents."""
-    return _custom_params({"documents": []}, strict=False, speculative=True)
+    return _custom_params(rag, strict=strict, speculative=speculative, counts=counts)
 
 
 def quoted_annotation(
@@ -50,7 +53,7 @@ def quoted_annotation(
     }
     if salt_from is not None:
         rag["salt_from"] = salt_from
-    return _custom_params(rag, strict)
+    return _custom_params(rag, strict=strict)
 
 
 def _identity(document: Document) -> dict[str, Any]:
@@ -60,9 +63,13 @@ def _identity(document: Document) -> dict[str, Any]:
     return identity
 
 
-def _custom_params(rag: dict[str, Any], strict: bool, speculative: bool = False) -> dict[str, Any]:
+def _custom_params(
+    rag: dict[str, Any], *, strict: bool = False, speculative: bool = False, counts: bool = True
+) -> dict[str, Any]:
     if strict:
         rag["strict"] = True
     if speculative:
         rag["speculative"] = True
+    if not counts:
+        rag["counts"] = False
     return {"rag": rag}

@@ -53,6 +53,17 @@ def test_an_unannotated_request_is_not_touched(manager: Any) -> None:
     assert not admit(GenerateReqInput(text=TEXT), manager)
 
 
+def test_a_request_that_repeats_a_counted_one_still_says_so(manager: Any) -> None:
+    rag = {**TOKENS["rag"], "speculative": False, "counts": False}
+    request = GenerateReqInput(
+        input_ids=list(range(9)), sampling_params={"custom_params": {"rag": rag}}
+    )
+    assert admit(request, manager)
+    annotation = wire.spans(request.sampling_params["custom_params"])
+    assert annotation is not None
+    assert not annotation.counts
+
+
 def test_the_clients_own_dictionaries_are_not_changed(manager: Any) -> None:
     custom = {**TOKENS, "mine": 1}
     request = GenerateReqInput(input_ids=IDS, sampling_params={"custom_params": custom})

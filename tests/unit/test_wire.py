@@ -49,6 +49,8 @@ def test_everything_the_schema_knows_is_read() -> None:
             unit="char",
             speculative=True,
             strict=True,
+            salt_from=1,
+            counts=False,
         )
     )
     assert raw == wire.RawAnnotation(
@@ -56,6 +58,8 @@ def test_everything_the_schema_knows_is_read() -> None:
         unit="char",
         speculative=True,
         strict=True,
+        salt_from=1,
+        counts=False,
     )
 
 
@@ -94,6 +98,7 @@ MALFORMED: list[tuple[Any, str]] = [
     (rag(document(), unit=["token"]), "rag.unit"),
     (rag(document(), speculative=1), "rag.speculative"),
     (rag(document(), strict="true"), "rag.strict"),
+    (rag(document(), counts=None), "rag.counts"),
     (rag("d"), "rag.documents[0]"),
     (rag(document(), None), "rag.documents[1]"),
     (rag(document(title="x")), "rag.documents[0].title"),
@@ -153,9 +158,12 @@ def test_a_span_may_end_with_the_prompt_but_not_beyond() -> None:
 
 def test_the_normalised_form_reads_back_and_is_well_formed() -> None:
     documents = (DocumentSpan("a", 0, 4, "3"), DocumentSpan("b", 4, 9))
-    custom_params = {"rag": wire.normalised(documents, speculative=True, strict=False)}
-    assert wire.spans(custom_params) == Annotation(documents, speculative=True)
-    assert wire.parse(custom_params) == wire.RawAnnotation(documents, speculative=True)
+    for counts in (True, False):
+        rag = wire.normalised(documents, speculative=True, strict=False, counts=counts)
+        custom_params = {"rag": rag}
+        assert wire.spans(custom_params) == Annotation(documents, True, None, counts)
+        raw = wire.RawAnnotation(documents, speculative=True, counts=counts)
+        assert wire.parse(custom_params) == raw
 
 
 @pytest.mark.parametrize(

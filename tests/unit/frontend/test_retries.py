@@ -148,6 +148,31 @@ def test_the_request_that_goes_on_asks_for_the_rest_only(
     eventually(lambda: first["rid"] in tokens.aborted)
 
 
+@pytest.mark.parametrize("params", [{}, {"regex": ".*"}])
+def test_a_retrieval_counts_once_although_its_answer_breaks_off(
+    tokens: TokenServer, proxy: BreakingProxy, listed: Any, params: dict[str, Any]
+) -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += rag_retrieve(listed, "animals", speculative=False)
+        s += sgl.gen("answer", max_tokens=100, temperature=0, **params)
+
+    proxy.cuts = [3000]
+    state = program.run(backend=endpoint(proxy.url, GOING_ON), stream=True)
+    assert "".join(state.text_iter("answer")) == SCRIPT
+    first, *repeated = tokens.generating
+    repeated += tokens.computing
+    assert len(repeated) == (1 if params else 2)
+
+    def rag(body: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = body["sampling_params"]["custom_params"]["rag"]
+        return found
+
+    assert len(rag(first)["documents"]) == 2
+    assert "counts" not in rag(first)
+    assert [rag(body)["counts"] for body in repeated] == [False] * len(repeated)
+
+
 def test_an_answer_that_goes_on_otherwise_is_none(
     tokens: TokenServer, proxy: BreakingProxy
 ) -> None:

@@ -24,6 +24,7 @@ class TokenServer:
     Attributes:
         script: What the model says.
         generating: The requests that were to generate something.
+        computing: Those that were not.
         statuses: Answers to the next requests; 200 is the ordinary one.
         stalls_after: Where generation stops until `go_on` is set, `stalled` saying so.
         tells_tokens: It has the route for the text of tokens.
@@ -32,6 +33,7 @@ class TokenServer:
     def __init__(self, script: str = "", port: int = 0) -> None:
         self.script = script
         self.generating: list[dict[str, Any]] = []
+        self.computing: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.statuses: list[int] = []
         self.stalls_after: int | None = None
@@ -105,8 +107,7 @@ class TokenServer:
         if "text" in body:
             self._prompt_tokens = len(given)
         most = params["max_new_tokens"]
-        if most:
-            self.generating.append(body)
+        (self.generating if most else self.computing).append(body)
         stops = params.get("stop") or ()
         rest = self.script.encode()[len(given) - self._prompt_tokens :]
         for tokens in range(min(1, most), min(most, len(rest)) + 1):

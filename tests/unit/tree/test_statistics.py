@@ -232,6 +232,20 @@ def test_parallel_samples_are_one_retrieval():
         assert h.tree.counters.requests == 1
 
 
+def test_what_repeats_a_counted_retrieval_counts_as_none():
+    with harness(device_tokens=1000) as h:
+        tokens, spans = prompt("a")
+        for counts in (True, False):
+            req = h.request(tokens, spans)
+            req.sampling_params.custom_params["rag"]["counts"] = counts
+            h.admit(req)
+            h.compute(req)
+            h.publish(req)
+            h.finish(req)
+        assert frequencies(h, "a") == [1]
+        assert (h.tree.counters.requests, h.tree.counters.documents) == (1, 1)
+
+
 def test_a_document_read_only_by_a_speculation_gets_a_cost_when_it_is_used():
     with harness(device_tokens=1000) as h:
         guess = h.request(*prompt("a"), speculative=True)
