@@ -29,8 +29,8 @@ BuildMessages = Callable[[Sequence[Document]], Messages]
 
 _SEARCH_THREADS = 64
 
-# To send a guess with OpenAI's client and to end it takes about 2 ms of CPU time, so it is only
-# sent when it has stood for so long, or for as long as the search had taken by then.
+# To send a guess and to end it takes up to 2 ms of CPU time, so it is only sent when it has stood
+# for so long, or for as long as the search had taken by then.
 _LONGEST_PAUSE_S = 0.002
 
 _servers: weakref.WeakKeyDictionary[Any, dict[asyncio.AbstractEventLoop, ChatServer]] = (

@@ -1,71 +1,68 @@
-"""A server's own routes beside the OpenAI-compatible ones, over an OpenAI client's connection."""
+"""What the speculations of an OpenAI client share."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rag_radix_frontend.errors import RequestError
+from rag_radix_frontend.chat_connection import connection_of
 from rag_radix_frontend.gate import Gate
+from rag_radix_frontend.in_flight import InFlight
+from rag_radix_frontend.promotion import Promoter
 from rag_radix_frontend.retrieval_report import RetrievalLog
-
-_RETRY_S = 0.1
 
 
 class ChatServer:
-    """What programs on one client and event loop share.
+    """A server, as programs on one client and event loop see it.
 
     Args:
-        client: An `openai.AsyncOpenAI`; its address may end with `/v1`.
+        client: An `openai.AsyncOpenAI`.
 
     Attributes:
+        connection: Reaches the server.
         gate: Lets speculations through.
+        in_flight: Ends their requests.
         log: What all retrievals took.
     """
 
     def __init__(self, client: Any) -> None:
-        # A refused speculation isn't tried again by the client's own rule.
-        self._client = client.with_options(max_retries=0)
-        self._root = str(client.base_url).rstrip("/").removesuffix("/v1")
         self._loop = asyncio.get_running_loop()
-        self._background: set[asyncio.Task[None]] = set()
-        self.log = RetrievalLog()
+        self._promoter = Promoter(self._promote)
+        self.connection = connection_of(client)
         self.gate = Gate(self._room)
+        self.in_flight = InFlight(self._abort)
+        self.log = RetrievalLog()
 
-    async def create(self, options: dict[str, Any]) -> Any:
-        """`chat.completions.create`, tried once."""
-        return await self._client.chat.completions.create(**options)
+    async def promote(self, rid: str, is_over: Callable[[], bool]) -> bool:
+        """Make a speculation an ordinary request; whether the server knows it.
 
-    async def promote(self, rid: str) -> bool:
-        """Make a speculation an ordinary request; whether the server knows it."""
-        reply = await self._client.post(
-            f"{self._root}/rag/promote", body={"rids": [rid]}, cast_to=object
-        )
-        return bool(reply["rids"][rid] in ("running", "finished"))
+        It may still be on its way, so it is asked again for a while unless it `is_over`.
+        """
+        promoted: asyncio.Future[bool] = self._loop.create_future()
 
-    def end(self, rid: str, request: asyncio.Task[None]) -> None:
-        """End a request in the background."""
-        task = self._loop.create_task(self._end(rid, request))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        def settle(answer: bool) -> None:
+            if not promoted.done():
+                promoted.set_result(answer)
 
-    async def _end(self, rid: str, request: asyncio.Task[None]) -> None:
-        # The server ignores an id that it hasn't seen yet, so ask again.
-        while not request.done():
-            with contextlib.suppress(Exception):
-                await self._client.post(
-                    f"{self._root}/abort_request", body={"rid": rid}, cast_to=object
-                )
-            await asyncio.wait([request], timeout=_RETRY_S)
+        def reply(answer: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(settle, answer)
+
+        self._promoter.ask([rid], is_over=is_over, reply=reply)
+        return await promoted
+
+    # On threads
+
+    def _promote(self, rids: list[str]) -> Mapping[str, str]:
+        states: Mapping[str, str] = self.connection.call("/rag/promote", {"rids": rids})["rids"]
+        return states
+
+    def _abort(self, rid: str) -> None:
+        self.connection.call("/abort_request", {"rid": rid})
 
     def _room(self) -> int:
-        """How many more speculations the server would take; asked on the gate's thread."""
-        asked = asyncio.run_coroutine_threadsafe(
-            self._client.get(f"{self._root}/rag/pool", cast_to=object), self._loop
-        )
-        try:
-            pool: Any = asked.result()
-        except Exception as error:
-            raise RequestError(str(error), getattr(error, "status_code", None)) from error
+        """How many more speculations the server would take."""
+        pool = self.connection.call("/rag/pool")
         return max(1, pool["max_prefill_bs"] - pool["waiting"]) if pool["accepts"] else 0

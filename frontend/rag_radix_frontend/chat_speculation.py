@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -58,7 +57,8 @@ class ChatSpeculation:
         rid = self._rid
         if rid is not None:
             with contextlib.suppress(Exception):
-                self._promoted = await self._server.promote(rid) and rid == self._rid
+                promoted = await self._server.promote(rid, self._task.done)
+                self._promoted = promoted and rid == self._rid
         is_complete = self._task.done() and self._error is None and bool(self._events)
         if not (is_complete if self._task.done() else self._promoted):
             return False
@@ -73,15 +73,15 @@ class ChatSpeculation:
         self._server.gate.withdraw(self)
         if self._rid is None:
             self._task.cancel()
-        elif not self._task.done():
-            self._server.end(self._rid, self._task)
+        else:
+            self._server.in_flight.discard(self)
 
     async def result(self) -> Any:
         """What `create` returns, if it is no stream; raises what it raises."""
         await asyncio.wait([self._task])
         if self._error is not None:
             raise self._error
-        return self._events[0]
+        return self._server.connection.typed(self._events[0])
 
     async def chunks(self) -> AsyncGenerator[Any, None]:
         """The chunks of a stream: first all there are, then the rest as it comes."""
@@ -92,7 +92,7 @@ class ChatSpeculation:
                 if handed_out == len(self._events):
                     await self._news.wait()
                     continue
-                yield self._events[handed_out]
+                yield self._server.connection.typed(self._events[handed_out])
                 handed_out += 1
         finally:
             if not self._task.done():
@@ -134,12 +134,13 @@ class ChatSpeculation:
 
     async def _is_turned_away(self) -> bool:
         """Send it once; whether the server had no room for it after all."""
-        self._rid = uuid.uuid4().hex
         self._started_s = time.perf_counter()
         self._has_fate = False
         self._log.add(RetrievalReport(started=1))
         try:
-            await self._ask(self._rid)
+            with self._server.in_flight.sending(self, 1) as ticket:
+                (self._rid,) = ticket.rids
+                await self._ask(self._rid)
         except Exception as error:
             said = str(error)
             fate = next((name for mark, name in _TURNED_AWAY.items() if mark in said), "failed")
@@ -156,13 +157,11 @@ class ChatSpeculation:
         body = dict(self._options["extra_body"])
         rag = {**body["custom_params"]["rag"], "speculative": True}
         body |= {"rid": rid, "custom_params": {**body["custom_params"], "rag": rag}}
-        reply = await self._server.create({**self._options, "extra_body": body})
-        if not self._options.get("stream"):
-            self._events.append(reply)
-            return
-        async for chunk in reply:
-            self._events.append(chunk)
-            self._news.set()
+        answers = self._server.connection.answers({**self._options, "extra_body": body})
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                self._events.append(answer)
+                self._news.set()
 
     def _decide(self, fate: RetrievalReport) -> None:
         if not self._has_fate:

@@ -36,7 +36,11 @@ class StaleConnection(ConnectionResetError):
 
 
 class Connections(PerProcess):
-    """Connections to a server, each of which has one request at a time. Safe to share."""
+    """Connections to a server, each of which has one request at a time. Safe to share.
+
+    Attributes:
+        is_proxied: Whether the server is behind a proxy, as the environment says.
+    """
 
     def __init__(self, base_url: str, api_key: str | None = None, verify: str | None = None):
         """`verify` is a file of certificates to trust instead of the system's."""
@@ -49,7 +53,7 @@ class Connections(PerProcess):
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._is_proxied = parts.scheme in getproxies() and not proxy_bypass(parts.netloc)
+        self.is_proxied = parts.scheme in getproxies() and not proxy_bypass(parts.netloc)
         super().__init__()
 
     def _begin(self) -> None:
@@ -81,7 +85,7 @@ class Connections(PerProcess):
             StaleConnection: with `once`, the connection was such a one.
             OSError: the server can't be reached or doesn't answer.
         """
-        if self._is_proxied:
+        if self.is_proxied:
             url, api_key, verify = self._base_url + route, self._api_key, self._verify
             return http_request(url, json=data, stream=stream, api_key=api_key, verify=verify)
         method = "GET" if data is None else "POST"

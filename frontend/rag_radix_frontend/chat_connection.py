@@ -1,0 +1,194 @@
+"""How the requests that speculation adds to an OpenAI client's own reach its server.
+
+OpenAI's client takes a millisecond of CPU time for a request, six times as much as a kept
+connection does. So where nothing is lost by it, guesses and calls of the server's own routes take
+such connections, and only the guess that is the answer is made what the client would have returned.
+Any other client makes all requests itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+import orjson
+
+from rag_radix_frontend.connections import Connections
+from rag_radix_frontend.errors import RequestError
+from rag_radix_frontend.replies import checked, events, message
+from rag_radix_frontend.workers import WORKERS
+
+_TIMEOUT_S = 60.0
+
+# What `create` doesn't put into the body of a request.
+_BESIDE_THE_BODY = ("extra_headers", "extra_query", "timeout")
+
+
+class ChatConnection(Protocol):
+    """Reaches a server."""
+
+    def call(self, route: str, body: Any = None) -> Any:
+        """The JSON in the reply to a POST of `body`, or to a GET where there is none. Blocks; is
+        called on threads."""
+        ...
+
+    def answers(self, options: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        """A completion, or the chunks of its stream; sent once."""
+        ...
+
+    def typed(self, answer: Any) -> Any:
+        """One of them, as the client returns it."""
+        ...
+
+
+def connection_of(client: Any) -> ChatConnection:
+    """How to reach the server of a client of the running event loop; its address may end with
+    `/v1`."""
+    return PlainConnection(client) if _is_plain(client) else ClientConnection(client)
+
+
+class ClientConnection:
+    """By way of the client."""
+
+    def __init__(self, client: Any) -> None:
+        # A refused speculation isn't tried again by the client's own rule.
+        self._client = client.with_options(max_retries=0)
+        self._root = _root(client)
+        self._loop = asyncio.get_running_loop()
+
+    def call(self, route: str, body: Any = None) -> Any:
+        if self._loop.is_closed():
+            raise RequestError("the event loop of the client is closed")
+        asked = asyncio.run_coroutine_threadsafe(self._ask(self._root + route, body), self._loop)
+        try:
+            return asked.result(_TIMEOUT_S)
+        except Exception as error:
+            raise RequestError(str(error), getattr(error, "status_code", None)) from error
+
+    async def _ask(self, url: str, body: Any) -> Any:
+        if body is None:
+            return await self._client.get(url, cast_to=object)
+        return await self._client.post(url, body=body, cast_to=object)
+
+    async def answers(self, options: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        reply = await self._client.chat.completions.create(**options)
+        if not options.get("stream"):
+            yield reply
+            return
+        async for chunk in reply:
+            yield chunk
+
+    def typed(self, answer: Any) -> Any:
+        return answer
+
+
+class PlainConnection(ClientConnection):
+    """By connections of its own, as OpenAI's client itself would without any settings."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self._connections = Connections(self._root)
+        self._completions = str(client.base_url).removeprefix(self._root) + "chat/completions"
+        headers = client.default_headers
+        self._headers = {name: each for name, each in headers.items() if isinstance(each, str)}
+        self._silence_s = getattr(client.timeout, "read", client.timeout)
+
+    def call(self, route: str, body: Any = None) -> Any:
+        reply = self._connections.request(route, body, timeout_s=_TIMEOUT_S, headers=self._headers)
+        text = checked(reply).text
+        return orjson.loads(text) if text else None
+
+    async def answers(self, options: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        if (body := _body(options)) is None:
+            async for answer in super().answers(options):
+                yield answer
+            return
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+
+        def put(answer: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(answers.put_nowait, answer)
+
+        WORKERS.start(lambda: self._read(body, put))
+        while not isinstance(answer := await answers.get(), _End):
+            yield answer
+        if answer.error is not None:
+            raise answer.error
+
+    def _read(self, body: dict[str, Any], put: Callable[[Any], None]) -> None:
+        try:
+            reply = self._connections.request(
+                self._completions,
+                body,
+                stream=body.get("stream", False),
+                timeout_s=self._silence_s,
+                once=True,
+                headers=self._headers,
+            )
+            if not body.get("stream"):
+                put(checked(reply).json())
+            else:
+                with contextlib.closing(checked(reply)):
+                    for event in events(reply):
+                        if "error" in event:
+                            raise RequestError(message(event))
+                        put(event)
+            put(_End(None))
+        except Exception as error:
+            put(_End(error))
+
+    def typed(self, answer: Any) -> Any:
+        from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+        if not isinstance(answer, dict):
+            return answer
+        is_chunk = answer["object"] == "chat.completion.chunk"
+        typed = (ChatCompletionChunk if is_chunk else ChatCompletion).construct(**answer)
+        if not is_chunk:
+            typed._request_id = None
+        return typed
+
+
+class _End:
+    """Of the answers; with what has ended them, if it was an error."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+
+def _root(client: Any) -> str:
+    return str(client.base_url).rstrip("/").removesuffix("/v1")
+
+
+def _is_plain(client: Any) -> bool:
+    """Whether nothing but the address, the key and the headers of a client matters: it is OpenAI's
+    own, neither derived nor patched, has the HTTP client that it makes itself, and asks a server
+    without encryption or a proxy."""
+    openai = sys.modules.get("openai")
+    if openai is None or type(client) is not openai.AsyncOpenAI:
+        return False
+    create = type(client.chat.completions).create
+    return (
+        str(client.base_url).startswith("http://")
+        and bool(client.api_key)
+        and not client.default_query
+        and type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper"
+        and create.__globals__["__name__"].startswith("openai.")
+        and not Connections(_root(client)).is_proxied
+    )
+
+
+def _body(options: dict[str, Any]) -> dict[str, Any] | None:
+    """The body of a completion's request; None where only the client knows what it is to be."""
+    body = {name: value for name, value in options.items() if name != "extra_body"}
+    body |= options["extra_body"]
+    if any(name in body for name in _BESIDE_THE_BODY):
+        return None
+    try:
+        orjson.dumps(body)
+    except TypeError:  # OpenAI's own values, such as NOT_GIVEN
+        return None
+    return body

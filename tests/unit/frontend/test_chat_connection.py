@@ -1,0 +1,252 @@
+"""Requests made for an OpenAI client arrive as it would have sent them, and so do their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import NOT_GIVEN, AsyncAzureOpenAI, AsyncOpenAI
+from openai.resources.chat.completions import AsyncCompletions
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from rag_radix_frontend.chat_connection import ClientConnection, PlainConnection, connection_of
+from rag_radix_frontend.errors import RequestError, SpeculationRefused
+
+CHOICE = {"index": 0, "finish_reason": "stop", "logprobs": None}
+WHOLE = {
+    "id": "0",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{**CHOICE, "message": {"role": "assistant", "content": "yes"}}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+    "metadata": {"weight_version": "0"},
+}
+CHUNKS = [
+    {**WHOLE, "object": "chat.completion.chunk", "choices": [{**CHOICE, "delta": {"content": c}}]}
+    for c in "yes"
+]
+OPTIONS = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "Grüße?"}],
+    "temperature": 0.0,
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    "extra_body": {"rid": "r", "custom_params": {"rag": {"documents": []}}},
+}
+
+
+class Stub(ThreadingHTTPServer):
+    """Answers with `status`, and then with `said` or what is above; notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        self.status, self.said = 200, ""
+        self.events: list[Any] = [*CHUNKS, "[DONE]"]
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Stub
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body, dict(self.headers)))
+        if self.server.status != 200:
+            said = {"error": {"message": self.server.said}}
+            self._reply(json.dumps(said), "application/json")
+        elif self.path == "/abort_request":
+            self._reply("", "text/plain")
+        elif body.get("stream"):
+            texts = (e if isinstance(e, str) else json.dumps(e) for e in self.server.events)
+            self._reply("".join(f"data: {text}\n\n" for text in texts), "text/event-stream")
+        else:
+            self._reply(json.dumps(WHOLE), "application/json")
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, {}, dict(self.headers)))
+        self._reply('{"waiting": 0}', "application/json")
+
+    def _reply(self, text: str, kind: str) -> None:
+        self.send_response(self.server.status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def listening() -> Iterator[Stub]:
+    with Stub() as stub:
+        thread = threading.Thread(target=stub.serve_forever, args=(0.01,))
+        thread.start()
+        yield stub
+        stub.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def stub(listening: Stub) -> Stub:
+    listening.asked, listening.status, listening.events = [], 200, [*CHUNKS, "[DONE]"]
+    return listening
+
+
+def with_client(stub: Stub, use: Callable[[AsyncOpenAI], Awaitable[Any]], **settings: Any) -> Any:
+    async def run() -> Any:
+        async with AsyncOpenAI(base_url=stub.url, api_key="secret", **settings) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+async def answers(connection: Any, **options: Any) -> list[Any]:
+    return [connection.typed(a) async for a in connection.answers({**OPTIONS, **options})]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_is_asked_for_and_returned_as_by_the_client(stub: Stub, stream: bool) -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        connection = connection_of(client)
+        assert type(connection) is PlainConnection
+        ours = await answers(connection, stream=stream)
+        theirs = await answers(ClientConnection(client), stream=stream)
+        assert [type(each) for each in ours] == [type(each) for each in theirs]
+        assert type(ours[0]) is (ChatCompletionChunk if stream else ChatCompletion)
+        assert [each.model_dump() for each in ours] == [each.model_dump() for each in theirs]
+        if not stream:
+            assert ours[0]._request_id == theirs[0]._request_id
+
+    with_client(stub, use, default_headers={"X-Tenant": "t"})
+    (our_path, our_body, our_headers), (their_path, their_body, their_headers) = stub.asked
+    assert (our_path, our_body) == (their_path, their_body)
+    for name in ("Authorization", "X-Tenant", "User-Agent", "Content-Type"):
+        assert our_headers[name] == their_headers[name]
+
+
+@pytest.mark.parametrize(
+    "options", [{"timeout": 5.0}, {"extra_headers": {"X-More": "m"}}, {"seed": NOT_GIVEN}]
+)
+def test_what_only_the_client_understands_it_sends(stub: Stub, options: dict[str, Any]) -> None:
+    with_client(stub, lambda client: answers(connection_of(client), **options))
+    ((_, body, headers),) = stub.asked
+    assert "seed" not in body
+    assert body["rid"] == "r"
+    assert headers.get("X-More") == options.get("extra_headers", {}).get("X-More")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_refusal_says_so(stub: Stub, stream: bool, is_plain: bool) -> None:
+    stub.status, stub.said = 503, "speculation refused: 4 requests wait"
+
+    async def use(client: AsyncOpenAI) -> None:
+        connection = connection_of(client) if is_plain else ClientConnection(client)
+        kind = SpeculationRefused if is_plain else openai.InternalServerError
+        with pytest.raises(kind, match="speculation refused"):
+            await answers(connection, stream=stream)
+
+    with_client(stub, use)
+    assert len(stub.asked) == 1
+
+
+def test_an_error_within_a_stream_is_raised_after_what_came_before(stub: Stub) -> None:
+    stub.events = [CHUNKS[0], {"error": {"message": "speculation ended: others wait"}}, "[DONE]"]
+    got = []
+
+    async def use(client: AsyncOpenAI) -> None:
+        async for chunk in connection_of(client).answers({**OPTIONS, "stream": True}):
+            got.append(chunk)
+
+    with pytest.raises(RequestError, match="speculation ended"):
+        with_client(stub, use)
+    assert got == CHUNKS[:1]
+
+
+@pytest.mark.parametrize("kind", [PlainConnection, ClientConnection])
+def test_routes_are_called_with_the_clients_key(stub: Stub, kind: Any) -> None:
+    async def use(client: AsyncOpenAI) -> tuple[Any, Any]:
+        connection = kind(client)
+        pool = await asyncio.to_thread(connection.call, "/rag/pool")
+        return pool, await asyncio.to_thread(connection.call, "/abort_request", {"rid": "r"})
+
+    pool, nothing = with_client(stub, use)
+    assert pool == {"waiting": 0}
+    assert not nothing
+    assert [path for path, _, _ in stub.asked] == ["/rag/pool", "/abort_request"]
+    assert {headers["Authorization"] for *_, headers in stub.asked} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("kind", [PlainConnection, ClientConnection])
+def test_the_status_of_a_failed_call_is_known(stub: Stub, kind: Any) -> None:
+    stub.status, stub.said = 404, "not found"
+
+    async def use(client: AsyncOpenAI) -> None:
+        await asyncio.to_thread(kind(client).call, "/rag/promote", {"rids": []})
+
+    with pytest.raises(RequestError) as raised:
+        with_client(stub, use)
+    assert raised.value.status == 404
+
+
+class Derived(AsyncOpenAI):
+    """May do anything."""
+
+
+async def _key() -> str:
+    return "fresh"
+
+
+ADDRESS = {"base_url": "http://server/v1", "api_key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (Derived, ADDRESS),
+        (AsyncOpenAI, {**ADDRESS, "base_url": "https://server/v1"}),
+        (AsyncOpenAI, {**ADDRESS, "api_key": _key}),
+        (AsyncOpenAI, {**ADDRESS, "default_query": {"a": "b"}}),
+        (AsyncOpenAI, {**ADDRESS, "http_client": httpx.AsyncClient()}),
+        (AsyncOpenAI, {**ADDRESS, "http_client": openai.DefaultAsyncHttpxClient()}),
+        (AsyncAzureOpenAI, {**ADDRESS, "api_version": "1"}),
+    ],
+    ids=["derived", "encrypted", "fresh keys", "query", "httpx", "own HTTP client", "Azure"],
+)
+def test_a_client_with_more_than_an_address_and_a_key_sends_all_itself(
+    make: Any, settings: dict[str, Any]
+) -> None:
+    async def kind() -> type:
+        return type(connection_of(make(**settings)))
+
+    assert asyncio.run(kind()) is ClientConnection
+
+
+def test_a_patched_client_sends_all_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def traced(self: Any, **options: Any) -> None:
+        """As packages that trace requests put it in its place."""
+
+    async def kind() -> type:
+        return type(connection_of(AsyncOpenAI(**ADDRESS)))
+
+    assert asyncio.run(kind()) is PlainConnection
+    monkeypatch.setattr(AsyncCompletions, "create", traced)
+    assert asyncio.run(kind()) is ClientConnection
+
+
+def test_a_client_behind_a_proxy_sends_all_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def kind() -> type:
+        return type(connection_of(AsyncOpenAI(**ADDRESS)))
+
+    monkeypatch.setenv("http_proxy", "http://proxy:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert asyncio.run(kind()) is ClientConnection
