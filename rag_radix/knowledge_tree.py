@@ -12,6 +12,7 @@ import torch
 
 from rag_radix.component import KnowledgeComponent
 from rag_radix.control.control import Control
+from rag_radix.copy_failures import CopyFailures
 from rag_radix.counters import RequestCounters
 from rag_radix.counting import Counting
 from rag_radix.history import PathHistories
@@ -64,6 +65,7 @@ class KnowledgeTree(UnifiedRadixCache):
         control: What operators do to it.
         storing: What of it is in a storage backend.
         waiting: The requests that wait to be served, next ones first.
+        is_alone: Whether it is the only rank's, where there is a host tier.
     """
 
     tree_core: KnowledgeTreeCore
@@ -81,12 +83,13 @@ class KnowledgeTree(UnifiedRadixCache):
         self.document_frequencies = DocumentFrequencies()
         self.histories = PathHistories()
         self.swap_out = SwapOut(self)
+        self.copy_failures = CopyFailures(self)
         self._counting = Counting(self)
         self.speculations = Speculations(self)
         self.control = Control(self)
         self.storing = Storing(self, weights)
         self.waiting: Callable[[], Iterable[Any]] = tuple
-        self._is_alone = False  # among ranks; where there is a host tier
+        self.is_alone = False
         super().__init__(params)
 
     @property
@@ -98,7 +101,8 @@ class KnowledgeTree(UnifiedRadixCache):
         """Attach the host tier and copy to it at eviction, whatever `--hicache-write-policy`
         says: write-through would copy every insert, questions and outputs included."""
         super().init_hicache(server_args, params)
-        self._is_alone = self.tp_world_size == self.pp_size == params.attn_cp_size == 1
+        self.is_alone = self.tp_world_size == self.pp_size == params.attn_cp_size == 1
+        self.copy_failures.watch(self.cache_controller)
         self.cache_controller.write_policy = "write_back"
         self.is_write_back = True
         if self.enable_storage:
@@ -229,7 +233,7 @@ class KnowledgeTree(UnifiedRadixCache):
 
     def check_hicache_events(self) -> None:
         # Ranks agree there on what is done; one alone need not ask while there is nothing.
-        if not (self._is_alone and self._rests()):
+        if not (self.is_alone and self._rests()):
             super().check_hicache_events()
             if self.enable_storage:
                 self.storing.poll()
@@ -374,11 +378,16 @@ class KnowledgeTree(UnifiedRadixCache):
         """SGLang's, but the end of an eviction doesn't wait for all copies in flight: only its
         own are waited for, in `wait_for_copies`."""
         if not write_back:
-            super().writing_check(finish_count=finish_count)
+            ends = self.cache_controller.ack_write_queue[:finish_count]
+            with self.copy_failures.settled(ends):
+                super().writing_check(finish_count=finish_count)
 
     def wait_for_copies(self) -> None:
         """Submit the copies to host that were begun and wait until all in flight are done."""
-        super().writing_check(write_back=True)
+        controller = self.cache_controller
+        controller.start_writing()
+        with self.copy_failures.settled(controller.ack_write_queue):
+            super().writing_check(write_back=True)
 
     # Storage
 
@@ -420,7 +429,7 @@ class KnowledgeTree(UnifiedRadixCache):
 
     def write_backup_storage(self, node_id: int) -> None:
         """SGLang's, for nodes whose parents are stored; others wait for these."""
-        if self.enable_storage:
+        if self.enable_storage and not self.copy_failures.is_wrong(node_id):
             for node in self.storing.due(self.tree_core.node_by_id(node_id)):
                 super().write_backup_storage(node.id)
 

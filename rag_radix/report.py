@@ -61,6 +61,7 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "out_bytes": core.swapped_out_tokens * bytes_per_token,
             "in_tokens": core.loaded_back_tokens,
             "in_bytes": core.loaded_back_tokens * bytes_per_token,
+            "failed_nodes": tree.copy_failures.nodes,
             "most_copies_of_a_node": max((node.host_copies for node in nodes), default=0),
             "given_up_copies": sum(node.host_reclaims for node in nodes),
         },

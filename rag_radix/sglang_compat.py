@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from sglang.srt.disaggregation.kv_events import StorageMedium
-from sglang.srt.managers.cache_controller import CacheOperation
+from sglang.srt.managers.cache_controller import CacheOperation, HiCacheAck
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     DecLockRefParams,
@@ -65,6 +65,7 @@ __all__ = [
     "FreeComponentDeviceSlot",
     "FreeDeviceKV",
     "FullComponent",
+    "HiCacheAck",
     "HiCacheStorage",
     "HostKVCache",
     "IncLockRefResult",

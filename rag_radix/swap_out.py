@@ -199,6 +199,19 @@ class SwapOut:
         self.host_slots.promise(node.statistics.tokens)
         self._begun.append((node, slots))
 
+    def copies_failed(self, nodes: list[DocumentNode]) -> None:
+        """The host slots of `nodes` don't hold their KV. Who has it on the device still keeps it
+        there; others leave the tree with what hangs below them."""
+        tree, core = self._tree, self._tree.tree_core
+        lost: list[DocumentNode] = []
+        for node in nodes:
+            node.keeps_host_copy = False
+            if core.is_reclaimable(node):
+                tree.component.free_host_values([core.give_up_copy(node)])
+            else:
+                lost.append(node)
+        tree.control.lost(lost)
+
     def _submit(self) -> None:
         """Queue the copies that were begun, as one."""
         if self._begun:

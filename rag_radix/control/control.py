@@ -141,6 +141,10 @@ class Control:
         """Nothing finds these nodes and what is below them any more."""
         self._pins.retired(tops)
 
+    def lost(self, nodes: Sequence[DocumentNode]) -> None:
+        """The KV of `nodes` is wrong."""
+        self._retirement.lose(nodes)
+
     def unlocked(self) -> None:
         """A request has ended, or copies are done."""
         self._retirement.sweep()

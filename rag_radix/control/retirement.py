@@ -16,7 +16,7 @@ follows from the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import count
@@ -136,18 +136,9 @@ class Retirement:
         """Let the documents that `selector` means be found no more, and drop what is unused."""
         core, removed = self._tree.tree_core, Removed()
         tops = self._find(selector)
-        hidden: set[int] = set()
-        for top in tops:
-            removed.places += 1
-            if len(removed.paths) < PATHS_REPORTED:
-                removed.paths.append(self._path(top))
-            nodes = list(subtree(top))
-            hidden.update(node.id for node in nodes)
-            namespace = RetiredNamespace(f"retired {next(self._numbers)}")
-            core.hide(top, RadixKey(top.key.token_ids, namespace, cache_salt=top.key.cache_salt))
-            for node in nodes:
-                core.observer.node_changed(node)
-            self._tops[top.id] = top
+        removed.places = len(tops)
+        removed.paths = [self._path(top) for top in tops[:PATHS_REPORTED]]
+        hidden = self._hide(tops)
         for req in self._started:
             if not req.skip_radix_cache_insert and self._concerns(req, selector, hidden):
                 req.skip_radix_cache_insert = True
@@ -163,6 +154,35 @@ class Retirement:
         self.counters.calls += 1
         self.counters.unpublished_requests += removed.requests
         return removed
+
+    def lose(self, nodes: Sequence[DocumentNode]) -> None:
+        """Let `nodes`, whose KV is wrong, and what is below them be found no more, and drop what
+        is unused. Requests that stand on them have read them before."""
+        among = {**self._tops, **{node.id: node for node in nodes}}
+        tops = [
+            node for node in nodes if node.id not in self._tops and not self._is_below(node, among)
+        ]
+        hidden = self._hide(tops)
+        for req in self._started if hidden else ():
+            path = () if req.lock is None else self._tree.tree_core.path_to(req.lock.node)
+            if any(node.id in hidden for node in path):
+                req.skip_radix_cache_insert = True
+        self._tree.control.retired(tops)
+        self.sweep()
+
+    def _hide(self, tops: Iterable[DocumentNode]) -> set[int]:
+        """Let nothing find `tops` any more; returns the ids of all that is hidden by it."""
+        core = self._tree.tree_core
+        hidden: set[int] = set()
+        for top in tops:
+            nodes = list(subtree(top))
+            hidden.update(node.id for node in nodes)
+            namespace = RetiredNamespace(f"retired {next(self._numbers)}")
+            core.hide(top, RadixKey(top.key.token_ids, namespace, cache_salt=top.key.cache_salt))
+            for node in nodes:
+                core.observer.node_changed(node)
+            self._tops[top.id] = top
+        return hidden
 
     def sweep(self) -> None:
         """Drop what of the retired nodes has no user any more."""

@@ -74,6 +74,7 @@ def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
         "is_tail",
         "matched",
         "host_copies",
+        "keeps_host_copy",
         "ranks",
         "host_reclaims",
         "mark",
