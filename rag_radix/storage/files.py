@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _RESCAN_S = 0.5
 # Of the budget: made free beyond what is needed, so that not every write has to look for victims.
 _EVICTED_AHEAD = 0.02
-_LEFTOVER_S = 3600.0
 _RETRY_S = 30.0
 _LONGEST_RETRY_S = 960.0
 
@@ -143,7 +142,7 @@ class SegmentFiles:
         self._retry_at_s: float | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(directory, time.time() - _LEFTOVER_S)
+            remove_leftovers(directory)
         except OSError as error:
             self._said.warn("directory", "Storage: %s can't be used: %s", directory, error)
         self._scan()

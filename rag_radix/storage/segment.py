@@ -6,11 +6,14 @@ The header holds a digest for each page, so that a part of a file can be read an
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
+import time
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
@@ -25,6 +28,7 @@ _TEMPORARY = ".tmp"
 _MAGIC = b"RAGRADIX"
 _PREFIX = struct.Struct("<8sII16s")  # magic, format version, header bytes, header digest
 _MAX_HEADER_BYTES = 64 << 20
+_LEFTOVER_S = 3600.0
 _numbers = count()
 
 
@@ -123,8 +127,11 @@ def write_atomically(path: Path, parts: Sequence[memoryview | bytes]) -> int:
     temporary = path.with_name(f".{os.getpid()}-{next(_numbers)}{_TEMPORARY}")
     try:
         with temporary.open("wb") as file:
+            with suppress(OSError):  # there are file systems without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.writelines(parts)
-        temporary.replace(path)
+            file.flush()
+            temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -181,9 +188,15 @@ def read_pages(path: Path, header: Header, first: int, pages: Sequence[memoryvie
                 raise DamagedFileError(f"page {index} is damaged")
 
 
-def remove_leftovers(directory: Path, older_than_s: float) -> None:
-    """Remove what was being written when its server ended, if it hasn't changed since
-    `older_than_s` (seconds since the epoch)."""
+def remove_leftovers(directory: Path) -> None:
+    """Remove what was being written an hour ago or more when its server ended. A file that is
+    being written is locked, so a clock that jumps lets none of these look old.
+
+    Raises:
+        OSError: The directory can't be used.
+    """
     for path in directory.glob(f".*{_TEMPORARY}"):
-        if path.stat().st_mtime < older_than_s:
-            path.unlink(missing_ok=True)
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_mtime < time.time() - _LEFTOVER_S:
+                path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from rag_radix.storage.segment import write_atomically
+from rag_radix.storage.segment import remove_leftovers, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Sidecar:
 
     def read(self) -> bytes:
         """The verified text; empty where there is none, or one that is damaged."""
+        remove_leftovers(self._path.parent)
         try:
             digest, _, text = self._path.read_bytes().partition(b"\n")
         except FileNotFoundError:

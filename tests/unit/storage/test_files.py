@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -86,14 +89,33 @@ def test_a_file_of_another_model_is_skipped_with_a_warning(tmp_path, caplog):
     assert "another model" in caplog.text
 
 
-def test_what_is_being_written_by_another_server_stays_and_what_was_left_goes(tmp_path):
+def test_what_was_left_half_written_goes_after_a_while(tmp_path):
     (tmp_path / ".1-1.tmp").write_bytes(b"old")
-    import os
-
     os.utime(tmp_path / ".1-1.tmp", (0, 0))
     (tmp_path / ".2-1.tmp").write_bytes(b"new")
     opened(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".2-1.tmp"]
+
+
+@pytest.mark.parametrize("jump_s", [-1e6, 0.0, 1e6])
+def test_what_another_server_is_writing_stays_whatever_the_clock_says(
+    tmp_path, monkeypatch, jump_s
+):
+    """The other one is in the midst of a file when the clock jumps and a server starts."""
+    files, seen = opened(tmp_path), []
+    now_s, replace = time.time(), Path.replace
+
+    def replace_after_a_start(path, target):
+        seen.append(path.name)
+        monkeypatch.setattr(time, "time", lambda: now_s + jump_s)
+        opened(tmp_path)
+        assert path.exists()
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace_after_a_start)
+    store(files, "a", "b")
+    assert len(seen) == 1
+    assert opened(tmp_path).count(["a", "b"]) == 2
 
 
 def test_a_discarded_page_takes_along_what_hangs_below_it(tmp_path):
