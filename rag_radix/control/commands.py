@@ -209,6 +209,8 @@ def show_stats(report: dict[str, Any]) -> str:
             f"storage {storage['bytes'] / 2**20:,.0f} MiB in {storage['files']:,} files, "
             f"{storage['written_pages']:,} pages written, {storage['read_pages']:,} read"
         )
+        preloaded = storage["preloaded"]
+        lines.append(f"preload {preloaded['tokens']:,} tokens to host, {preloaded['state']}")
     return "\n".join(lines)
 
 

@@ -124,6 +124,21 @@ def _pinned(tree: Any, _queue: Mapping[str, Any]) -> Values:
     return {name: tier["pinned_tokens"] for name, tier in tree.control.pinned().items()}
 
 
+def _storage(*fields: str) -> _Read:
+    """By field, where there is more than one; 0 without files of ours."""
+
+    def read(tree: Any, _queue: Mapping[str, Any]) -> Values:
+        report = tree.storing.report() or {}
+        return {field if len(fields) > 1 else "": report.get(field, 0) for field in fields}
+
+    return read
+
+
+def _preloaded(tree: Any, _queue: Mapping[str, Any]) -> Values:
+    preloading = tree.storing.preloading
+    return {"": 0 if preloading is None else preloading.progress.tokens}
+
+
 def _invalidated(tree: Any, _queue: Mapping[str, Any]) -> Values:
     return {"": tree.control.invalidated.tokens}
 
@@ -212,6 +227,35 @@ METRICS: tuple[Metric, ...] = (
     Metric("capacity_tokens", "gauge", "Tokens that a tier can hold", _capacity, "tier"),
     Metric("pinned_tokens", "gauge", "Tokens that pins keep in a tier", _pinned, "tier"),
     Metric("invalidated_tokens", "counter", "Tokens that invalidations dropped", _invalidated),
+    Metric(
+        "failed_copies",
+        "counter",
+        "Nodes whose copy to host failed",
+        lambda tree, _queue: {"": tree.copy_failures.nodes},
+    ),
+    Metric("storage_bytes", "gauge", "Bytes that this rank's files take", _storage("bytes")),
+    Metric("storage_files", "gauge", "Files of this rank", _storage("files")),
+    Metric(
+        "storage_written_bytes",
+        "counter",
+        "Bytes that this rank has written to files",
+        _storage("written_bytes"),
+    ),
+    Metric(
+        "storage_pages",
+        "counter",
+        "Pages written to files, read from them and removed by invalidations",
+        _storage("written_pages", "read_pages", "removed_pages"),
+        "event",
+    ),
+    Metric(
+        "storage_troubles",
+        "counter",
+        "Writes that failed, files that were damaged, files that left to keep the budget",
+        _storage("failed_writes", "damaged_files", "evicted_files"),
+        "event",
+    ),
+    Metric("preloaded_tokens", "counter", "Tokens loaded from files after a start", _preloaded),
     Metric(
         "known_documents",
         "gauge",

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import REGISTRY
 from tree_harness import harness
+from unit.storage.stores import server
 from unit.tree.prompts import SYSTEM, prompt
 
 from rag_radix.control import metrics
+from rag_radix.control.commands import show_stats
 from rag_radix.control.metrics import METRICS, PREFIX, TIME_METRIC, TreeMetrics
 from rag_radix.control.pins import Pin
 from rag_radix.control.selector import Selector
@@ -60,6 +62,26 @@ def test_what_happens_in_the_tree_is_reported(registry):
         assert value(registry, "capacity_tokens", tier="device") == 150
         assert value(registry, "tree_seconds_count", operation="publish") > 0
         assert value(registry, "tree_seconds_count", operation="evict") > 0
+
+
+def test_what_storage_does_is_reported(registry, tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+    with server(tmp_path, policy_config={"preload_host_share": 1}) as second:
+        reported = TreeMetrics(second.tree, dict, 0)
+        second.wait(lambda: not second.tree.storing.preloading.is_running)
+        second.ask(prompt("b"))
+        reported.update()
+        assert value(registry, "storage_files") == 3
+        assert value(registry, "storage_bytes") == second.files.bytes
+        assert value(registry, "storage_pages_total", event="read_pages") == len(SYSTEM) + 40
+        assert value(registry, "storage_pages_total", event="written_pages") == 40
+        assert value(registry, "storage_written_bytes_total") > 0
+        assert value(registry, "storage_troubles_total", event="failed_writes") == 0
+        assert value(registry, "preloaded_tokens_total") == len(SYSTEM) + 40
+        shown = show_stats(second.tree.report())
+        assert "MiB in 3 files, 40 pages written, 60 read" in shown
+        assert "60 tokens to host, done" in shown
 
 
 def test_counters_grow_by_what_is_new_once_a_second(registry, monkeypatch):
