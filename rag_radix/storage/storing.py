@@ -1,4 +1,4 @@
-"""The tree's side of a storage backend: what is written and when, what comes back, what must go."""
+"""The tree's side of a storage backend: its beginning and end, what is written and when."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import torch
 
 from rag_radix.errors import UnsupportedError
-from rag_radix.node import Occurrence
-from rag_radix.retrieval import Retrieval
-from rag_radix.statistics import DocumentKey, namespace_name
-from rag_radix.storage import histories
-from rag_radix.storage.agreement import is_alike
 from rag_radix.storage.backend import VerifiedFiles
 from rag_radix.storage.files import SegmentFiles
 from rag_radix.storage.identity import identity, identity_name, rank_name
-from rag_radix.storage.marks import Mark, Marks
+from rag_radix.storage.marks import Marks
 from rag_radix.storage.preloading import Preloading
-from rag_radix.storage.segment import Name
-from rag_radix.storage.sidecar import FORMAT_VERSION, Sidecar
+from rag_radix.storage.recall import recall
+from rag_radix.storage.remembered import restore, snapshot
+from rag_radix.storage.removal import remove
+from rag_radix.storage.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from rag_radix.control.selector import Selector
@@ -102,7 +97,7 @@ class Storing:
         self._files = SegmentFiles(directory / rank_name(config), name, budget, self.marks.priority)
         backend.open(self._files)
         sidecar = Sidecar(directory / "statistics.json")
-        self._restore(sidecar.read())
+        restore(tree, self.marks, sidecar.read())
         self._sidecar = sidecar if config.tp_rank == 0 and config.attn_cp_rank == 0 else None
         logger.info(
             "Storage: %s, %d files with %.1f MiB, statistics of %d nodes and %d documents",
@@ -145,7 +140,7 @@ class Storing:
         while controller.backup_queue.qsize() and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._sidecar is not None:
-            self._sidecar.finish(self._snapshot())
+            self._sidecar.finish(snapshot(self._tree, self.marks, self._files))
 
     def reset(self) -> None:
         """All nodes have left the tree, and SGLang has forgotten what was to be written."""
@@ -221,142 +216,20 @@ class Storing:
     # In
 
     def restored(self, node: DocumentNode, req: Any, handle: Any) -> None:
-        """`node` has come from storage: cut it where nodes were, name it and give it the
-        statistics that it had.
-
-        Args:
-            req: The request that it was read for; None where that has ended, or there is none.
-            handle: SGLang's of the reading.
-        """
-        tree, core = self._tree, self._tree.tree_core
-        there = core.path_to(node.id)[:-1]
-        done = 0
-        for end in [i for i, page in enumerate(node.hash_value[:-1], 1) if self.marks.get(page)]:
-            tree._split(node, (end - done) * core.page_size)
-            done = end
-        if req is not None:
-            retrieval = Retrieval.of(req, tree.settings.max_depth)
-            tree._cut_and_name(retrieval, core.path_to(node.id), req)
-        preloading = self.preloading
-        names_all = preloading is not None and preloading.is_loading(handle)
-        path = core.path_to(node.id)
-        for piece in path:
-            if piece not in there:
-                is_known = names_all and self.marks.get(piece.hash_value[-1]) is not None
-                if req is None and not is_known:
-                    core.forget_names(piece)
-                self._recall(piece)
-        for above, below in zip(path[-2::-1], path[:0:-1], strict=True):
-            above.statistics.frequency = max(above.statistics.frequency, below.statistics.frequency)
-        for each in path:
-            core.rank(each)
-
-    def _recall(self, node: DocumentNode) -> None:
-        key = node.hash_value[-1]
-        mark = self.marks.get(key)
-        if mark is not None and mark.node is None:
-            old, statistics = mark.statistics, node.statistics
-            statistics.frequency = old.frequency
-            statistics.document_frequency = old.document_frequency
-            statistics.cost_per_token_s = old.cost_per_token_s
-            statistics.cost_samples = old.cost_samples
-            if mark.path is not None:
-                statistics.history = self._tree.histories.get(mark.path)
-            if mark.names_forgotten:
-                self._tree.tree_core.forget_names(node)
-            self._rename(node, mark)
-        node.mark = self.marks.attach(node, key)
-
-    def _rename(self, node: DocumentNode, mark: Mark) -> None:
-        key = node.key
-        # A document that several tenants may share has no salt, although its place has one.
-        salts = {namespace_name(key.extra_key, salt): salt for salt in (None, key.cache_salt)}
-        core = self._tree.tree_core
-        path = core.path_to(node.id)
-        lengths = set(accumulate(above.statistics.tokens for above in reversed(path)))
-        for name in mark.names:
-            if name.namespace not in salts:
-                core.forget_names(node)
-                continue
-            salt = salts[name.namespace]
-            document = DocumentKey(name.id, name.version, key.extra_key, salt)
-            if name.tokens in lengths:
-                core.name(node, Occurrence(document, name.tokens))
-            else:
-                core.note_unmarked(node, document)
+        """`node` has come from storage for `req`, or for a request that has ended or for nobody
+        where there is none; `handle` is SGLang's of the reading."""
+        names_all = self.preloading is not None and self.preloading.is_loading(handle)
+        recall(self._tree, self.marks, node, req, names_all=names_all)
 
     # What must go
 
     def retire(self, selector: Selector, nodes: Iterable[DocumentNode]) -> None:
-        """Let the documents that `selector` means be read no more.
+        """Let the documents that `selector` means be read no more; `nodes` have gone from the
+        tree by it."""
+        if self._files is not None or self._tree.enable_storage:
+            remove(self._tree, self.marks, self._files, selector, nodes)
 
-        Args:
-            nodes: What has gone from the tree by it.
-        """
-        tree = self._tree
-        if self._files is None and not tree.enable_storage:
-            return
-        # They may be reading what goes.
-        for request in list(tree.ongoing_prefetch):
-            tree.release_aborted_request(request)
-        pages: list[str] = []
-        for node in nodes:
-            pages += node.hash_value or ()
-            if node.mark is not None:
-                self.marks.remove(node.mark.key)
-                node.mark = None
-        files = self._files
-        if files is not None:
-            files.look()
-        if selector.is_everything:
-            self.marks.clear()
-            if files is not None:
-                files.clear()
-            return
-        if selector.is_all and selector.namespace is not None:
-            for mark in self.marks:
-                if mark.node is None and mark.namespace == selector.namespace:
-                    self.marks.remove(mark.key)
-            if files is not None:
-                files.discard_namespace(selector.namespace)
-        ends: list[tuple[str, int]] = []
-        for mark in self.marks.absent(selector):
-            found = self._ends(selector, mark.key, mark.pages, mark.names)
-            if mark.names_forgotten:
-                found.append((mark.key, mark.pages))
-            if found:
-                self.marks.remove(mark.key)  # by what all ranks know alike
-            ends += found
-        if files is not None:
-            for id in selector.ids(files.documents()):
-                for key, length, names in files.named(id):
-                    ends += self._ends(selector, key, length, names)
-            files.discard(pages)
-            files.discard_documents(ends, lambda page: self._keeps(selector, page))
-
-    def _ends(
-        self, selector: Selector, key: str, pages: int, names: Iterable[Name]
-    ) -> list[tuple[str, int]]:
-        """Where documents end that `selector` means, and how many pages go with each, of a node
-        of `pages` that isn't in the tree."""
-        mark = self.marks.get(key)
-        if mark is not None and mark.node is not None:
-            return []  # the tree has decided
-        page_size = self._tree.page_size
-        return [
-            (key, -(-name.tokens // page_size) or pages) for name in names if selector.matches(name)
-        ]
-
-    def _keeps(self, selector: Selector, page: str) -> bool:
-        """Whether a document ends with `page` that `selector` doesn't mean."""
-        mark, files = self.marks.get(page), self._files
-        if mark is not None and mark.node is not None:
-            return True
-        names = () if files is None else files.names_at(page)
-        known = () if mark is None else mark.names
-        return any(not selector.matches(name) for name in (*names, *known))
-
-    # Statistics
+    # Now and then
 
     def poll(self) -> None:
         """A scheduling pass begins; on all ranks, and on each as often."""
@@ -374,86 +247,7 @@ class Storing:
         sidecar, now = self._sidecar, self._tree.tree_core.access_time
         if sidecar is not None and self._saved_time != now and sidecar.is_due():
             self._saved_time = now
-            sidecar.write(self._snapshot())
-
-    def _snapshot(self) -> Callable[[bytes], dict[str, Any]]:
-        """What there is to save now, in a form that another thread can finish."""
-        tree, files = self._tree, self._files
-        marks = list(self.marks)
-        documents = tree.document_frequencies.counts()
-        paths = histories.saved(tree.histories) if tree.settings.policy.uses_history else None
-        state = {
-            "format": FORMAT_VERSION,
-            "access_time": tree.tree_core.access_time,
-            "device_clock": tree.component.device.clock.evicted,
-            "host_clock": tree.component.host.clock.evicted,
-        }
-
-        def collect(others: bytes) -> dict[str, Any]:
-            stored = {mark.key: mark.as_json() for mark in marks if _has(files, mark.key)}
-            counts = dict(documents())
-            remembered = None if paths is None else paths()
-            if others:
-                theirs = orjson.loads(others)
-                remembered = remembered or theirs.get("histories")
-                for fields in theirs["marks"]:
-                    if _has(files, fields["key"]):
-                        mine = stored.setdefault(fields["key"], fields)
-                        names = map(tuple, (*mine["names"], *fields["names"]))
-                        mine["names"] = list(dict.fromkeys(names))
-                for id, version, namespace, count in theirs["documents"]:
-                    key = id, version, namespace
-                    counts[key] = max(counts.get(key, 0), count)
-            return {
-                **state,
-                "marks": list(stored.values()),
-                "documents": [(*key, count) for key, count in counts.items()],
-                "histories": remembered,
-            }
-
-        return collect
-
-    def _restore(self, text: bytes) -> None:
-        """Take over what an earlier server has saved, if all ranks have read the same."""
-        tree = self._tree
-        if not is_alike(tree, text):
-            logger.warning("Storage: ranks have read different statistics, which are ignored")
-            return
-        if not text:
-            return
-        try:
-            saved = orjson.loads(text)
-            if saved["format"] != FORMAT_VERSION:
-                raise ValueError(f"format {saved['format']}, not {FORMAT_VERSION}")
-            marks = [Mark.of_json(fields, self.marks) for fields in saved["marks"]]
-            documents = {
-                (str(id), str(version), str(namespace)): int(count)
-                for id, version, namespace, count in saved["documents"]
-            }
-            clocks = float(saved["device_clock"]), float(saved["host_clock"])
-            access_time = int(saved["access_time"])
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("Storage: the statistics can't be understood: %r", error)
-            return
-        for mark in marks:
-            self.marks.add(mark)
-            self.marks.left(mark)
-        tree.document_frequencies.restore(documents)
-        tree.tree_core.continue_from(access_time)
-        component = tree.component
-        for tier, evicted in zip((component.device, component.host), clocks, strict=True):
-            tier.clock.evicted = max(tier.clock.evicted, evicted)
-        self._restore_histories(saved.get("histories"))
-
-    def _restore_histories(self, saved: dict[str, Any] | None) -> None:
-        tree = self._tree
-        # A tree that has some of its own has been there before the backend.
-        if saved is None or not tree.settings.policy.uses_history or len(tree.histories):
-            return
-        try:
-            histories.restore(tree.histories, saved, tree.tree_core.access_time)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            logger.warning("Storage: the histories of paths can't be understood: %r", error)
+            sidecar.write(snapshot(self._tree, self.marks, self._files))
 
     def report(self) -> dict[str, Any] | None:
         files = self._files
@@ -466,7 +260,3 @@ class Storing:
             **asdict(files.counters),
             "preloaded": None if self.preloading is None else asdict(self.preloading.progress),
         }
-
-
-def _has(files: SegmentFiles | None, page: str) -> bool:
-    return files is None or page in files
