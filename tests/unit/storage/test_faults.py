@@ -39,7 +39,7 @@ def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, caplog, error):
         said = [r for r in warnings(caplog) if "statistics.json" not in r.getMessage()]
         assert len(said) == 1
         assert len(warnings(caplog)) <= 2
-        assert not store.files._promised
+        assert not len(store.files._promises)
         store.stop()
 
 
@@ -110,10 +110,10 @@ def test_a_host_full_of_what_is_in_use_reads_nothing_and_leaks_nothing(tmp_path)
 
 
 def test_what_could_not_be_written_is_written_when_the_disk_is_well(tmp_path, monkeypatch):
-    from rag_radix.storage import storing
+    from rag_radix.storage import promises, storing
 
     monkeypatch.setattr(storing, "_POLLS", 1)
-    monkeypatch.setattr(files_module, "_RETRY_S", 0.1)
+    monkeypatch.setattr(promises, "_RETRY_S", 0.1)
     with server(tmp_path) as store:
         with monkeypatch.context() as broken:
             broken.setattr(files_module, "write_segment", raising(errno.ENOSPC))

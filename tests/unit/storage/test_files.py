@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rag_radix.storage import directory as directory_module
 from rag_radix.storage import files as files_module
 from rag_radix.storage.files import SegmentFiles
 from rag_radix.storage.segment import Name
@@ -19,7 +20,7 @@ PAGE_BYTES = 100
 
 @pytest.fixture(autouse=True)
 def _looks_for_others_at_once(monkeypatch):
-    monkeypatch.setattr(files_module, "_RESCAN_S", 0.0)
+    monkeypatch.setattr(directory_module, "_RESCAN_S", 0.0)
 
 
 def page(name):

@@ -204,9 +204,9 @@ def test_a_stop_waits_for_what_is_being_written(tmp_path):
 
 
 def test_two_servers_at_once_have_each_others_documents(tmp_path, monkeypatch):
-    from rag_radix.storage import files
+    from rag_radix.storage import directory
 
-    monkeypatch.setattr(files, "_RESCAN_S", 0.0)
+    monkeypatch.setattr(directory, "_RESCAN_S", 0.0)
     with server(tmp_path) as one, server(tmp_path) as other:
         one.ask(prompt("a"))
         other.ask(prompt("b"))
