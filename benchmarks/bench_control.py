@@ -17,13 +17,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
 from tree_driver import KNOWLEDGE, TreeDriver, server_arguments
 from tree_workload import SMALL_TOKENS, Workload
 
-from rag_radix.control.documents import Page, documents
+from rag_radix.control.documents import LOOKED_AT, ROWS_AT_ONCE, Page, look, rows
 from rag_radix.control.pins import Pin
 from rag_radix.control.selector import Selector
 from rag_radix.control.tree_view import View, tree_view
@@ -59,6 +60,9 @@ def _measure(nodes: int, repeats: int) -> dict[str, dict[str, float]]:
         control = tree.control
         names = iter([prompt.names[0] for prompt in population[1 :: max(nodes // 500, 1)]])
 
+        firsts = cycle(range(0, nodes, LOOKED_AT))
+        listed = [(prompt.names[0], "", "") for prompt in population[-ROWS_AT_ONCE:]]
+
         def by_id() -> None:
             assert control.invalidate(Selector(id=next(names))).places == 1
 
@@ -67,7 +71,9 @@ def _measure(nodes: int, repeats: int) -> dict[str, dict[str, float]]:
             "invalidate by prefix": lambda: control.invalidate(Selector(prefix=next(names))),
             "invalidate what isn't": lambda: control.invalidate(Selector(id="nobody")),
             "pin": lambda: control.pin(Pin(Selector(id=next(names)), "host")),
-            "documents": lambda: documents(tree, Page()),
+            # Of which a page of 100,000 documents takes 34.
+            "documents: a look": lambda: look(tree, Page(), next(firsts)),
+            "documents: rows": lambda: rows(tree, listed),
             "tree": lambda: tree_view(tree, View()),
             "stats": tree.report,
         }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
+from rag_radix.policies.base import TierName
 from rag_radix.sglang_compat import ComponentType
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ def check_integrity(tree: KnowledgeTree) -> None:
     no request holds slots of its own, at most otherwise. A node on the device has its parent
     there, a node on host has its parent in either. A node was copied to host at most once,
     and once more for each time that its copy was given up. No node was read more often than
-    its parent, and a document begins where a node does.
+    its parent, and a document begins where a node does. What is counted as nodes change is
+    what there is.
     """
     tree.sanity_check()
     nodes = tree.tree_core.nodes()
@@ -35,6 +38,7 @@ def check_integrity(tree: KnowledgeTree) -> None:
             assert len(data.host_value) == len(node.key), f"node {node.id}: host slots don't fit"
             host_slots.append(data.host_value)
         _check_node(tree, node)
+    _check_holdings(tree, nodes)
 
     device_tokens = _count_disjoint(device_slots, "device")
     assert device_tokens == tree.evictable_size() + tree.protected_size(), (
@@ -60,6 +64,23 @@ def check_integrity(tree: KnowledgeTree) -> None:
         assert accounted == pool.logical_size or (
             tree.enable_storage and accounted < pool.logical_size
         ), f"host tier: {free} free + {host_tokens} cached tokens of {pool.logical_size}"
+
+
+def _check_holdings(tree: KnowledgeTree, nodes: list[DocumentNode]) -> None:
+    core = tree.tree_core
+    holdings = core.holdings
+    assert core.node_count == len(nodes), f"{core.node_count} nodes counted, {len(nodes)} there"
+    tails = sum(node.is_tail for node in nodes)
+    assert holdings.tails == tails, f"{holdings.tails} tails counted, {tails} there"
+    assert holdings.most_copies >= max((node.host_copies for node in nodes), default=0)
+    for tier in (TierName.DEVICE, TierName.HOST):
+        there = Counter(
+            occurrence.document
+            for node in nodes
+            for occurrence in node.occurrences
+            if (node.on_device if tier is TierName.DEVICE else node.backuped)
+        )
+        assert holdings.places(tier) == there, f"documents counted on {tier.name} aren't there"
 
 
 def _check_node(tree: KnowledgeTree, node: DocumentNode) -> None:

@@ -52,6 +52,7 @@ class DocumentNode(UnifiedTreeNode):
             which only a part was computed.
         names_forgotten: Whether more documents end here than `occurrences` keeps.
         on_device: Whether it counts among its parent's `device_children`.
+        on_host: Whether it counts as being on host.
         device_children: Children whose KV is on the device.
         mark: What a storage backend has of it, once it is stored.
     """
@@ -92,5 +93,6 @@ class DocumentNode(UnifiedTreeNode):
         self.unmarked_documents: tuple[DocumentKey, ...] = ()
         self.names_forgotten = False
         self.on_device = False
+        self.on_host = False
         self.device_children = 0
         self.mark: Mark | None = None

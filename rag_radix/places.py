@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ class Places:
 
     What leaves the tree is thrown out now and then only, so who asks must look at the nodes.
 
+    Attributes:
+        generation: Changes when names change places in it.
+
     Args:
         nodes: All nodes by their ids, whose number is known.
     """
@@ -28,6 +32,11 @@ class Places:
         # Documents end there whose names aren't known any more.
         self._unknown: dict[int, DocumentNode] = {}
         self._entries = 0
+        self.generation = 0
+
+    def __len__(self) -> int:
+        """How many names there are, those of documents that are gone included."""
+        return len(self._by_document)
 
     def add(self, document_id: str, node: DocumentNode) -> None:
         """A document of that id is at `node`."""
@@ -50,11 +59,17 @@ class Places:
         named = self._by_document
         return self._once(node for name in named if name.startswith(prefix) for node in named[name])
 
+    def named(self, first: int, last: int) -> Iterator[tuple[str, list[DocumentNode]]]:
+        """The names from `first` to `last`, half-open, each with its nodes; some of these may be
+        gone, and one may come twice. New names are the last ones."""
+        return islice(self._by_document.items(), first, last)
+
     def _once(self, found: Iterable[DocumentNode]) -> Iterator[DocumentNode]:
         yield from {node.id: node for node in (*found, *self._unknown.values())}.values()
 
     def clear(self) -> None:
         """All nodes are gone."""
+        self.generation += 1
         self._by_document.clear()
         self._unknown.clear()
         self._entries = 0

@@ -6,29 +6,21 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rag_radix.environment import CHECK_INTEGRITY
-from rag_radix.sglang_compat import ComponentType, device_bytes_per_token
+from rag_radix.policies.base import TierName
+from rag_radix.sglang_compat import device_bytes_per_token
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
 
 
 def report(tree: KnowledgeTree) -> dict[str, Any]:
-    """Plain JSON values; counts are since start, tiers as of now. O(nodes).
+    """Plain JSON values; counts are since start, tiers as of now.
 
     With RAG_RADIX_CHECK_INTEGRITY=1 the tree's invariants are checked as well, and
     `integrity` is "ok" or says what is broken.
     """
     core, component, counters = tree.tree_core, tree.component, tree.counters
-    device_documents, host_documents, tails = set(), set(), 0
-    nodes = core.nodes()
-    for node in nodes:
-        data = node.component_data[ComponentType.FULL]
-        names = {occurrence.document for occurrence in node.occurrences}
-        if data.value is not None:
-            device_documents |= names
-        if data.host_value is not None:
-            host_documents |= names
-        tails += node.is_tail
+    holdings = core.holdings
     allocator, host = tree.token_to_kv_pool_allocator, tree.cache_controller
     bytes_per_token = device_bytes_per_token(tree)
     state: dict[str, Any] = {
@@ -39,8 +31,8 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
         "swap_out": tree.settings.swap_out,
         "max_depth": tree.settings.max_depth,
         "page_size": tree.page_size,
-        "nodes": len(nodes),
-        "tail_nodes": tails,
+        "nodes": core.node_count,
+        "tail_nodes": holdings.tails,
         "known_documents": len(tree.document_frequencies),
         "known_paths": len(tree.histories),
         "device": {
@@ -49,7 +41,7 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "cached_tokens": tree.evictable_size() + tree.protected_size(),
             "locked_tokens": tree.protected_size(),
             "free_tokens": allocator.available_size(),
-            "documents": len(device_documents),
+            "documents": holdings.documents(TierName.DEVICE),
             "clock": component.device.clock.evicted,
             "evicted_nodes": component.device.evicted_nodes,
             "evicted_tokens": component.device.evicted_tokens,
@@ -62,8 +54,8 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "in_tokens": core.loaded_back_tokens,
             "in_bytes": core.loaded_back_tokens * bytes_per_token,
             "failed_nodes": tree.copy_failures.nodes,
-            "most_copies_of_a_node": max((node.host_copies for node in nodes), default=0),
-            "given_up_copies": sum(node.host_reclaims for node in nodes),
+            "most_copies_of_a_node": holdings.most_copies,
+            "given_up_copies": holdings.given_up_copies,
         },
         "requests": asdict(counters),
         "speculation": {
@@ -83,7 +75,7 @@ def report(tree: KnowledgeTree) -> dict[str, Any]:
             "capacity_bytes": pool.logical_size * pool.size_per_token,
             "cached_tokens": pool.logical_size - free,
             "free_tokens": free,
-            "documents": len(host_documents),
+            "documents": holdings.documents(TierName.HOST),
             "clock": component.host.clock.evicted,
             "evicted_nodes": component.host.evicted_nodes,
             "evicted_tokens": component.host.evicted_tokens,

@@ -58,6 +58,8 @@ class TierMoves(LeafTracking):
     def _count_copy(self, node: DocumentNode) -> None:
         """The node enters the host tier at that tier's clock."""
         node.host_copies += 1
+        self.holdings.most_copies = max(self.holdings.most_copies, node.host_copies)
+        self._note_host(node)
         self._component.host.rank(node)
         if self._reclaims_duplicates:
             self._component.device.rank(node)
@@ -132,6 +134,8 @@ class TierMoves(LeafTracking):
         freed: dict[Any, list[torch.Tensor]] = {_FULL: []}
         self._release_full_host_duplicate(node, {_FULL: 0}, {}, freed, [])
         node.host_reclaims += 1
+        self.holdings.given_up_copies += 1
+        self._note_host(node)
         self.rank(node)
         return freed[_FULL][0]
 

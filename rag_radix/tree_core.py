@@ -61,6 +61,7 @@ class KnowledgeTreeCore(TierMoves):
         self._component.reset_tiers(self.access_time)
         super().reset()
         self.places.clear()
+        self.holdings.clear()
         self.observer.tree_reset()
 
     def advance(self) -> int:
@@ -79,6 +80,11 @@ class KnowledgeTreeCore(TierMoves):
     def has_node(self, node_id: int) -> bool:
         """Whether a node with this id is still part of the tree; ids are never used again."""
         return node_id in self._node_arena
+
+    @property
+    def node_count(self) -> int:
+        """How many nodes there are but the root."""
+        return len(self._node_arena) - 1
 
     def nodes(self) -> list[DocumentNode]:
         """All nodes but the root, parents before their children."""
@@ -101,10 +107,13 @@ class KnowledgeTreeCore(TierMoves):
         if occurrence not in node.occurrences:
             if len(node.occurrences) == _NAMES_KEPT:
                 self.forget_names(node)
+                self.holdings.named(node, node.occurrences[0], -1)
             node.occurrences = (*node.occurrences, occurrence)[-_NAMES_KEPT:]
             self.places.add(occurrence.document.id, node)
+            self.holdings.named(node, occurrence, 1)
         while node.parent is not None and node.is_tail:
             node.is_tail = False
+            self.holdings.tails -= 1
             node = node.parent
 
     def note_unmarked(self, node: DocumentNode, document: DocumentKey) -> None:
@@ -276,6 +285,7 @@ class KnowledgeTreeCore(TierMoves):
         upper, action = super()._split_node(key, child, split_len)
         upper.statistics = child.statistics.copy()
         upper.is_tail = child.is_tail
+        self.holdings.tails -= not child.is_tail  # As which it was made.
         upper.matched = child.matched
         for document in child.unmarked_documents:
             self.note_unmarked(upper, document)

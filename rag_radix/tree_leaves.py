@@ -11,6 +11,7 @@ from collections.abc import Container
 from typing import Any
 
 from rag_radix.component import KnowledgeComponent
+from rag_radix.holdings import Holdings
 from rag_radix.node import DocumentNode
 from rag_radix.policies.base import TierName
 from rag_radix.sglang_compat import (
@@ -30,12 +31,14 @@ class LeafTracking(UnifiedTreeCore):
 
     Attributes:
         observer: Hears of what changes cached prefixes.
+        holdings: What it holds.
     """
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         self._component: KnowledgeComponent = components[_FULL]
         self._reclaims_duplicates = self._component.policy.reclaims_duplicates
         self.observer = TreeObserver()
+        self.holdings = Holdings()
         super().__init__(params, components)
 
     # Candidates
@@ -79,6 +82,8 @@ class LeafTracking(UnifiedTreeCore):
                 node
             )
             self.observer.node_changed(node)
+            self.holdings.moved(node, TierName.DEVICE, on_device)
+        self._note_host(node)
         if on_device:
             is_leaf = data.lock_ref == 0 and node.device_children == 0
             leaves, tier = self.evictable_device_leaves, self._component.device
@@ -93,11 +98,27 @@ class LeafTracking(UnifiedTreeCore):
         if self._reclaims_duplicates and self._can_reclaim_full_host_duplicate(node):
             self._component.duplicates.offer(node)
 
+    def _note_host(self, node: DocumentNode) -> None:
+        """Whether `node` has a host copy may have changed."""
+        on_host = node.component_data[_FULL].host_value is not None
+        if on_host != node.on_host:
+            node.on_host = on_host
+            self.holdings.moved(node, TierName.HOST, on_host)
+
+    def _register_node(self, node: DocumentNode) -> None:
+        super()._register_node(node)
+        self.holdings.tails += node.is_tail
+
     def _remove_leaf_from_parent(self, node: DocumentNode) -> None:
         parent = node.parent
         del parent.children[node.key.child_key(self.page_size)]
         parent.device_children -= node.on_device
-        node.on_device = False
+        if node.on_device:
+            self.holdings.moved(node, TierName.DEVICE, False)
+        if node.on_host:
+            self.holdings.moved(node, TierName.HOST, False)
+        self.holdings.tails -= node.is_tail
+        node.on_device = node.on_host = False
         if node.mark is not None:
             node.mark.left()
         self.full_host_duplicates.pop(node.id, None)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rag_radix.control.control import Control
-from rag_radix.control.documents import Page, documents
+from rag_radix.control.documents import LOOK_ACTION, ROWS_ACTION, Page, look, rows
+from rag_radix.control.metrics import data_parallel_rank
 from rag_radix.control.pins import Pin
 from rag_radix.control.selector import Selector
 from rag_radix.control.tree_view import View, tree_view
 from rag_radix.errors import ControlError
 
-DOCUMENTS_ACTION = "documents"
 TREE_ACTION = "tree"
 INVALIDATE_ACTION = "invalidate"
 PIN_ACTION = "pin"
@@ -26,8 +26,14 @@ def _control(scheduler: Any) -> Control:
     return control
 
 
-def _documents(scheduler: Any, page: dict[str, Any]) -> dict[str, Any]:
-    return documents(scheduler.tree_cache, Page(**page))
+def _look(scheduler: Any, body: dict[str, Any]) -> dict[str, Any]:
+    found = look(scheduler.tree_cache, Page(**body["page"]), body["first"])
+    return {"rank": data_parallel_rank(), **found}
+
+
+def _rows(scheduler: Any, names: dict[str, list[list[str]]]) -> dict[str, Any]:
+    rank = data_parallel_rank()
+    return {"rank": rank, "rows": rows(scheduler.tree_cache, names[str(rank)])}
 
 
 def _tree(scheduler: Any, view: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +66,8 @@ def _pins(scheduler: Any, _body: None) -> dict[str, Any]:
 
 
 ACTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    DOCUMENTS_ACTION: _documents,
+    LOOK_ACTION: _look,
+    ROWS_ACTION: _rows,
     TREE_ACTION: _tree,
     INVALIDATE_ACTION: _invalidate,
     PIN_ACTION: _pin,

@@ -64,9 +64,9 @@ class Control:
 
     # Views
 
-    def reachable(self) -> Iterator[DocumentNode]:
-        """All nodes that a prompt could find, parents first."""
-        return self._retirement.reachable()
+    def reaches(self, node: DocumentNode) -> bool:
+        """Whether `node` is in the tree and a prompt could find it."""
+        return self._retirement.reaches(node)
 
     def places(self, selector: Selector) -> Iterator[DocumentNode]:
         """The reachable nodes at which documents may be that `selector` means."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from heapq import nlargest, nsmallest
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 
 # Where a document ends, and as which one there.
 Place: TypeAlias = "tuple[DocumentNode, Occurrence]"
+
+# What a document is sorted by, with its id, version and namespace.
+Found: TypeAlias = tuple[float, str, str, str]
+# Actions and bodies for the schedulers, their answers, and what comes of them in the end.
+Survey: TypeAlias = Generator[tuple[str, Any], list[Any], list[Any]]
+
+LOOK_ACTION = "look_at_documents"
+ROWS_ACTION = "documents"
+# Names and documents that a scheduler looks at between two passes: about 10 ms.
+LOOKED_AT = 3000
+ROWS_AT_ONCE = 250
+_ATTEMPTS = 3
 
 SORTS = ("frequency", "id", "positions", "priority", "tokens")
 DEFAULT_LIMIT = 100
@@ -41,6 +53,18 @@ class Page:
     limit: int = DEFAULT_LIMIT
     prefix: str = ""
     namespace: str | None = None
+
+    def first_of(self, found: Sequence[Found]) -> list[Found]:
+        """The first of `found`, up to the end of the page."""
+        most = self.offset + self.limit
+        if self.sort == "id":
+            return (nlargest if self.descending else nsmallest)(most, found, key=_name)
+        sign = -1 if self.descending else 1
+        return nsmallest(most, found, key=lambda each: (sign * each[0], *each[1:]))
+
+
+def _name(found: Found) -> tuple[str, str, str]:
+    return found[1:]
 
 
 def parse_page(query: Mapping[str, str]) -> Page:
@@ -81,33 +105,84 @@ def parse_count(query: Mapping[str, str], name: str, default: int, least: int, m
     return int(text)
 
 
-def documents(tree: KnowledgeTree, page: Page) -> dict[str, Any]:
-    """A page of the documents that are in the tree, and how many there are. O(nodes)."""
-    places: dict[DocumentKey, list[Place]] = {}
-    for node in tree.control.reachable():
-        for occurrence in node.occurrences:
-            document = occurrence.document
-            if not document.id.startswith(page.prefix):
-                continue
-            if page.namespace is not None and page.namespace != document.namespace:
-                continue
-            places.setdefault(document, []).append((node, occurrence))
-    value, sign = _sort_value(tree, page.sort), -1 if page.descending else 1
+def survey(page: Page) -> Survey:
+    """What the schedulers are asked for a page of the documents, a part of them at a time.
 
-    def rank(document: DocumentKey) -> tuple[Any, ...]:
-        name = (document.id, document.version, document.namespace)
-        return name if page.sort == "id" else (sign * value(document, places[document]), *name)
+    A scheduler computes nothing while it looks, so it looks at a few thousand documents between
+    two passes: first at what the page is sorted by, then at the page's documents.
 
-    most = page.offset + page.limit
-    if page.sort == "id" and page.descending:
-        chosen = nlargest(most, places, key=rank)
-    else:
-        chosen = nsmallest(most, places, key=rank)
+    Yields:
+        An action and its body, which the answers of all data-parallel ranks are sent for.
+
+    Returns:
+        What each rank has, and how many documents in all.
+    """
+    # Names that change places while this goes on would be missed or seen twice.
+    for _ in range(_ATTEMPTS):
+        generations: dict[int, set[int]] = {}
+        totals: dict[int, int] = {}
+        found: dict[int, list[Found]] = {}
+        first, known = 0, 1
+        while first < known:
+            for part in (yield LOOK_ACTION, {"page": asdict(page), "first": first}):
+                rank = part["rank"]
+                generations.setdefault(rank, set()).add(part["generation"])
+                totals[rank] = totals.get(rank, 0) + part["total"]
+                found[rank] = page.first_of([*found.get(rank, ()), *map(tuple, part["found"])])
+                known = max(known, part["known"])
+            first += LOOKED_AT
+        if all(len(each) == 1 for each in generations.values()):
+            break
+    names = {rank: [each[1:] for each in found[rank][page.offset :]] for rank in sorted(found)}
+    rows: dict[int, list[Any]] = {rank: [] for rank in names}
+    for first in range(0, max(map(len, names.values())), ROWS_AT_ONCE):
+        part = {str(rank): names[rank][first : first + ROWS_AT_ONCE] for rank in names}
+        for answer in (yield ROWS_ACTION, part):
+            rows[answer["rank"]] += answer["rows"]
+    return [
+        {"total": totals[rank], "offset": page.offset, "documents": rows[rank]} for rank in names
+    ]
+
+
+def look(tree: KnowledgeTree, page: Page, first: int) -> dict[str, Any]:
+    """What `page` is sorted by, of `LOOKED_AT` names of documents from `first` on, and how many
+    of their documents there are."""
+    places = tree.tree_core.places
+    value, found = _sort_value(tree, page.sort), []
+    for name, nodes in places.named(first, first + LOOKED_AT):
+        if name.startswith(page.prefix):
+            for document, ends in _ends(tree, name, nodes).items():
+                if page.namespace in (None, document.namespace):
+                    found.append((value(document, ends), *document.name))
     return {
-        "total": len(places),
-        "offset": page.offset,
-        "documents": [_row(tree, document, places[document]) for document in chosen[page.offset :]],
+        "generation": places.generation,
+        "known": len(places),
+        "total": len(found),
+        "found": page.first_of(found),
     }
+
+
+def rows(tree: KnowledgeTree, names: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
+    """The documents of these ids, versions and namespaces that are still there."""
+    found = []
+    for id, version, namespace in names:
+        for document, ends in _ends(tree, id, tree.tree_core.places.of(id)).items():
+            if (document.version, document.namespace) == (version, namespace):
+                found.append(_row(tree, document, ends))
+    return found
+
+
+def _ends(
+    tree: KnowledgeTree, name: str, nodes: Iterable[DocumentNode]
+) -> dict[DocumentKey, list[Place]]:
+    """Where, among `nodes`, the documents of that id end that prompts could find."""
+    ends: dict[DocumentKey, list[Place]] = {}
+    for node in {each.id: each for each in nodes}.values():
+        if tree.control.reaches(node):
+            for occurrence in node.occurrences:
+                if occurrence.document.id == name:
+                    ends.setdefault(occurrence.document, []).append((node, occurrence))
+    return ends
 
 
 def _sort_value(tree: KnowledgeTree, sort: str) -> Callable[[DocumentKey, list[Place]], float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
+from rag_radix.policies.base import TierName
 from rag_radix.sglang_compat import device_bytes_per_token
 
 if TYPE_CHECKING:
@@ -120,6 +121,11 @@ def _capacity(tree: Any, _queue: Mapping[str, Any]) -> Values:
     return capacity
 
 
+def _documents(tree: Any, _queue: Mapping[str, Any]) -> Values:
+    tiers = [TierName.DEVICE] + [TierName.HOST] * (tree.cache_controller is not None)
+    return {tier.name.lower(): tree.tree_core.holdings.documents(tier) for tier in tiers}
+
+
 def _pinned(tree: Any, _queue: Mapping[str, Any]) -> Values:
     return {name: tier["pinned_tokens"] for name, tier in tree.control.pinned().items()}
 
@@ -224,6 +230,7 @@ METRICS: tuple[Metric, ...] = (
         lambda _tree, queue: {"": queue.get("most_overtakings", 0)},
     ),
     Metric("cached_tokens", "gauge", "Tokens in a tier", _cached, "tier"),
+    Metric("cached_documents", "gauge", "Documents in a tier", _documents, "tier"),
     Metric("capacity_tokens", "gauge", "Tokens that a tier can hold", _capacity, "tier"),
     Metric("pinned_tokens", "gauge", "Tokens that pins keep in a tier", _pinned, "tier"),
     Metric("invalidated_tokens", "counter", "Tokens that invalidations dropped", _invalidated),
@@ -275,12 +282,17 @@ def install(scheduler: Any) -> None:
     """Let the tree of `scheduler` report, if SGLang lets this rank."""
     reporter = scheduler.metrics_reporter
     if reporter.enable_metrics and reporter.current_scheduler_metrics_enabled:
-        from sglang.srt.runtime_context import get_parallel
-
-        parallel, tree = get_parallel(), scheduler.tree_cache
-        # Of data-parallel attention, or of replicas; one of them is 0.
-        rank = parallel.attn_dp_rank + (parallel.dp_rank or 0)
+        tree, rank = scheduler.tree_cache, data_parallel_rank()
         tree.control.metrics = TreeMetrics(tree, lambda: scheduler.policy.report(), rank)
+
+
+def data_parallel_rank() -> int:
+    """Which of the data-parallel ranks this process belongs to."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    # Of data-parallel attention, or of replicas; one of them is 0.
+    return int(parallel.attn_dp_rank + (parallel.dp_rank or 0))
 
 
 class TreeMetrics:

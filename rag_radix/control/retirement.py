@@ -201,14 +201,10 @@ class Retirement:
         """All nodes are gone."""
         self._tops.clear()
 
-    def reachable(self) -> Iterator[DocumentNode]:
-        """All nodes that a prompt could find, parents first."""
-        stack: list[DocumentNode] = [self._tree.tree_core.root_node]
-        while stack:
-            for child in stack.pop().children.values():
-                if child.id not in self._tops:
-                    yield child
-                    stack.append(child)
+    def reaches(self, node: DocumentNode) -> bool:
+        """Whether `node` is in the tree and a prompt could find it."""
+        is_there = self._tree.tree_core.has_node(node.id)
+        return is_there and not (self._tops and self._is_below(node, self._tops, itself=True))
 
     def places(self, selector: Selector) -> Iterator[DocumentNode]:
         """The reachable nodes at which documents may be that `selector` means."""
@@ -217,9 +213,7 @@ class Retirement:
             found = core.places.of(selector.id or "")
         else:
             found = core.places.beginning_with(selector.prefix)
-        for node in found:
-            if core.has_node(node.id) and not self._is_below(node, self._tops, itself=True):
-                yield node
+        return filter(self.reaches, found)
 
     def _stays(self, node: DocumentNode, selector: Selector) -> bool:
         """Whether `node` is part of a document that stays."""

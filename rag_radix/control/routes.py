@@ -9,8 +9,8 @@ Where only one tenant's documents are meant, a body says so by ``cache_salt`` an
 that tenant's requests have them, or by ``namespace``, the name that the listings give to both. A
 query has the name alone, since queries are logged.
 
-- `GET /rag/documents`: see `documents`. ``sort``, ``order``, ``offset``, ``limit``, ``prefix``,
-  ``namespace``.
+- `GET /rag/documents`: see `documents.Page`. ``sort``, ``order``, ``offset``, ``limit``,
+  ``prefix``, ``namespace``.
 - `GET /rag/tree`: see `tree_view`. ``depth``, ``nodes``, ``namespace``.
 - `POST /rag/invalidate`: the documents of a `selector`. Answers what was removed, see
   `retirement.Removed`; 404 when a document that was named isn't in the tree.
@@ -43,7 +43,6 @@ from fastapi import FastAPI, Request, Response
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from rag_radix.control.actions import (
-    DOCUMENTS_ACTION,
     EXPIRE_ACTION,
     INVALIDATE_ACTION,
     PIN_ACTION,
@@ -51,7 +50,7 @@ from rag_radix.control.actions import (
     TREE_ACTION,
     UNPIN_ACTION,
 )
-from rag_radix.control.documents import parse_page
+from rag_radix.control.documents import parse_page, survey
 from rag_radix.control.pins import parse_tier, parse_ttl
 from rag_radix.control.selector import (
     MAX_BODY_BYTES,
@@ -98,7 +97,13 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
 
     async def documents(request: Request) -> Any:
         page = parse_page(request.query_params)
-        return merged(await call(DOCUMENTS_ACTION, asdict(page)))
+        asked, answers = survey(page), None
+        while True:
+            try:
+                action, body = next(asked) if answers is None else asked.send(answers)
+            except StopIteration as done:
+                return merged(done.value)
+            answers = await call(action, body)
 
     async def tree(request: Request) -> Any:
         view = parse_view(request.query_params)

@@ -24,7 +24,7 @@ _COLUMNS = {
     "positions": "places",
 }
 _OTHER_LINES = 14
-# A scheduler looks through its whole tree for the documents and computes nothing meanwhile.
+# A scheduler looks through all documents for them, in pieces, and computes nothing meanwhile.
 _PAUSE_FACTOR = 20
 
 

@@ -244,9 +244,19 @@ def test_a_malformed_query_says_what_is_wrong(path, problem):
 
 
 def test_data_parallel_ranks_answer_side_by_side():
-    assert client({"total": 1}).get("/rag/documents").json() == {"total": 1}
-    both = client({"total": 1}, {"total": 2}).get("/rag/documents?sort=id&limit=3&prefix=a")
-    assert both.json() == {"ranks": [{"total": 1}, {"total": 2}]}
+    assert client({"nodes": 1}).get("/rag/tree").json() == {"nodes": 1}
+    both = client({"nodes": 1}, {"nodes": 2}).get("/rag/tree?depth=2")
+    assert both.json() == {"ranks": [{"nodes": 1}, {"nodes": 2}]}
+
+
+def test_a_page_of_documents_is_asked_for_in_two_steps():
+    found = {"generation": 0, "known": 1, "total": 1, "found": [[3.0, "a", "", ""]]}
+    server = client({"rank": 0, "rows": ["row"], **found})
+    page = server.get("/rag/documents?sort=id&limit=3&prefix=a").json()
+    assert page == {"total": 1, "offset": 0, "documents": ["row"]}
+    (_, look), (_, names) = server.calls
+    assert (look["page"]["sort"], look["page"]["prefix"], look["first"]) == ("id", "a", 0)
+    assert names == {"0": [("a", "", "")]}
 
 
 @pytest.mark.filterwarnings("ignore:ORJSONResponse")
@@ -258,10 +268,11 @@ def test_operators_need_the_admin_key_where_there_is_one(route):
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return server.request(method, route.path, headers=headers, content=b"").status_code != 401
 
-    keyed = client({"pins": []}, keys=("user", "admin"))
+    answer = {"pins": [], "rank": 0, "generation": 0, "known": 0, "total": 0, "found": []}
+    keyed = client(answer, keys=("user", "admin"))
     assert [admits(keyed, key) for key in (None, "user", "admin")] == [False, False, True]
-    assert not admits(client({"pins": []}, keys=(None, "admin")), None)
-    alone = client({"pins": []}, keys=("user", None))
+    assert not admits(client(answer, keys=(None, "admin")), None)
+    alone = client(answer, keys=("user", None))
     assert [admits(alone, key) for key in (None, "user")] == [False, True]
 
 

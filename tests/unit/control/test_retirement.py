@@ -6,10 +6,11 @@ import random
 
 import pytest
 from tree_harness import harness
+from unit.control.listing import documents
 from unit.tree.prompts import SYSTEM, document, prompt
 
 from rag_radix import places
-from rag_radix.control.documents import Page, chain, documents
+from rag_radix.control.documents import Page, chain
 from rag_radix.control.selector import Selector
 from rag_radix.statistics import DocumentKey
 
@@ -379,7 +380,7 @@ def test_a_request_of_a_tenant_that_goes_publishes_no_more():
 def _tops_by_looking_through_all(h, selector):
     """What goes, by its definition."""
     named, kept = [], set()
-    for node in h.tree.control.reachable():
+    for node in filter(h.tree.control.reaches, h.nodes()):
         if any(map(selector.matches, node.unmarked_documents)):
             named.append([node])
         goes = node.names_forgotten or any(selector.matches(o.document) for o in node.occurrences)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tree_harness import harness
+from unit.control.listing import documents
 from unit.tree.prompts import SYSTEM, document, prompt
 
-from rag_radix.control.documents import Page, documents
+from rag_radix.control.documents import Page
 from rag_radix.control.selector import Selector
 from rag_radix.control.versions import Versions
 from rag_radix.statistics import DocumentKey

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from tree_harness import harness
+from unit.control.listing import documents
 from unit.tree.prompts import prompt
 
-from rag_radix.control.documents import Page, documents
+from rag_radix.control import documents as control_documents
+from rag_radix.control import tree_view as control_tree_view
+from rag_radix.control.documents import LOOK_ACTION, LOOKED_AT, ROWS_ACTION, SORTS, Page, survey
 from rag_radix.control.selector import Selector
 from rag_radix.control.tree_view import View, tree_view
 from rag_radix.statistics import DocumentKey
@@ -105,3 +109,79 @@ def test_a_tenant_is_shown_by_itself():
         )
         assert everything == len(h.nodes())
         assert mine == sum(node.key.cache_salt in (None, "one") for node in h.nodes())
+
+
+def test_a_page_is_looked_for_a_few_documents_at_a_time(monkeypatch):
+    with harness(device_tokens=4000) as h:
+        for times, name in enumerate("abcdefg", 1):
+            for question in range(times):
+                h.serve(*prompt(name, question=question))
+        h.serve(*prompt("h"))
+        h.tree.control.invalidate(Selector(id="h"))
+        pages = [
+            Page(sort=sort, descending=descending, offset=offset, limit=3)
+            for sort in SORTS
+            for descending in (True, False)
+            for offset in (0, 2, 6, 9)
+        ]
+        at_once = [documents(h.tree, page) for page in pages]
+        monkeypatch.setattr(control_documents, "LOOKED_AT", 2)
+        monkeypatch.setattr(control_documents, "ROWS_AT_ONCE", 2)
+        assert [documents(h.tree, page) for page in pages] == at_once
+        assert at_once[0]["total"] == 7
+
+
+def test_a_listing_begins_again_when_names_change_places():
+    asked = survey(Page(limit=1))
+    part = {"rank": 0, "known": LOOKED_AT + 1, "total": 1}
+    action, body = next(asked)
+    firsts = []
+    for generation, name in ((1, "a"), (2, "a"), (2, "a"), (2, "b")):
+        assert action == LOOK_ACTION
+        firsts.append(body["first"])
+        found = [[1.0, name, "", ""]]
+        action, body = asked.send([{**part, "generation": generation, "found": found}])
+    assert firsts == [0, LOOKED_AT, 0, LOOKED_AT]
+    assert (action, body) == (ROWS_ACTION, {"0": [("a", "", "")]})
+    with pytest.raises(StopIteration) as done:
+        asked.send([{"rank": 0, "rows": ["row"]}])
+    assert done.value.value == [{"total": 2, "offset": 0, "documents": ["row"]}]
+
+
+def test_ranks_are_listed_side_by_side():
+    asked = survey(Page())
+    next(asked)
+    parts = [
+        {"rank": rank, "known": 1, "generation": 0, "total": rank, "found": found}
+        for rank, found in ((1, [[1.0, "b", "", ""]]), (0, []))
+    ]
+    _, body = asked.send(parts)
+    assert body == {"0": [], "1": [("b", "", "")]}
+    with pytest.raises(StopIteration) as done:
+        asked.send([{"rank": 1, "rows": ["b"]}, {"rank": 0, "rows": []}])
+    assert [each["documents"] for each in done.value.value] == [[], ["b"]]
+
+
+def test_of_very_many_children_the_oldest_are_shown(monkeypatch):
+    with harness(device_tokens=4000) as h:
+        for name in "abcd":
+            h.serve(*prompt(name))
+        monkeypatch.setattr(control_tree_view, "_CONSIDERED", 3)
+        (system,) = tree_view(h.tree, View(depth=2))["tree"]["children"]
+        assert [child["documents"][0]["id"] for child in system["children"]] == ["a", "b"]
+        assert system["hidden_children"] == 2
+
+
+def test_what_is_counted_of_documents_is_what_is_there():
+    with harness(device_tokens=150, host_tokens=1000) as h:
+        for name in "abcab":
+            h.serve(*prompt(name))
+        report = h.tree.report()
+        nodes = h.nodes()
+        assert report["nodes"] == len(nodes)
+        assert report["tail_nodes"] == sum(node.is_tail for node in nodes)
+        for tier, is_there in (("device", "on_device"), ("host", "backuped")):
+            names = {o.document.id for n in nodes if getattr(n, is_there) for o in n.occurrences}
+            assert report[tier]["documents"] == len(names)
+        h.tree.reset()
+        assert (h.tree.report()["nodes"], h.tree.report()["host"]["documents"]) == (0, 0)
