@@ -80,13 +80,13 @@ def _measure(arm: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     with _supervised(arm, options) as (url, process):
         load = Load(url, corpus.bodies(seed=1), options.clients)
         try:
-            return [_kill_once(load, process, options) for _ in range(options.kills)]
+            return [_kill_once(load, url, process, options) for _ in range(options.kills)]
         finally:
             load.end()
 
 
 def _kill_once(
-    load: Load, process: subprocess.Popen[bytes], options: argparse.Namespace
+    load: Load, url: str, process: subprocess.Popen[bytes], options: argparse.Namespace
 ) -> dict[str, Any]:
     before = load.wait_for(len(load.served) + options.warm_up)
     old = hit_rate(before[-options.window :])
@@ -105,12 +105,21 @@ def _kill_once(
             recovered = {"requests": count, "seconds": seconds, "of_answering_s": seconds - up_s}
             break
     return {
+        "preloaded": _preloaded(url),
         "hit_rate_before": old,
         "first_answers_after_s": up_s,
         "recovered_after": recovered,
         "hit_rate_of_first_window": rates[0],
         "hit_rate_of_last_window": rates[-1],
     }
+
+
+def _preloaded(url: str) -> dict[str, Any] | None:
+    """What the knowledge tree has loaded from files by itself since it was started again."""
+    with suppress(OSError), urllib.request.urlopen(f"{url}/rag/stats", timeout=60) as reply:
+        storage: dict[str, Any] = json.load(reply)["storage"] or {}
+        return storage.get("preloaded")
+    return None
 
 
 @contextmanager

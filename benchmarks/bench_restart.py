@@ -3,8 +3,9 @@
 
 A server with an empty directory answers each question (cold), then once more, and is killed as
 soon as its files have come to rest. One that is started on the same directory answers the same
-questions in the same order (restored). The knowledge tree and stock HiCache, both over
-`--hicache-storage-backend file`, take turns, the first one another in each round.
+questions in the same order (restored), with the knowledge tree another one as well that has loaded
+its hottest documents to host before the first question (preloaded). The knowledge tree and stock
+HiCache, both over `--hicache-storage-backend file`, take turns, each first in every other round.
 
     python benchmarks/bench_restart.py [--json] [--model-path MODEL] [--documents N]
         [--document-tokens N] [--page-size N] [--rounds N]
@@ -21,6 +22,7 @@ import statistics
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,22 +45,44 @@ class Measured:
     """Of one arm, over all rounds."""
 
     cold_ms: list[float] = field(default_factory=list)
-    restored_ms: list[float] = field(default_factory=list)
-    storage_tokens: int = 0
-    prompt_tokens: int = 0
+    restored: Restored = field(default_factory=lambda: Restored())
+    preloaded: Restored = field(default_factory=lambda: Restored())
     stored_bytes: int = 0
     files: int = 0
 
     def summary(self) -> dict[str, Any]:
-        cold, restored = statistics.median(self.cold_ms), statistics.median(self.restored_ms)
+        cold = statistics.median(self.cold_ms)
+        summary: dict[str, Any] = {"cold_median_ms": cold}
+        for name in ("restored", "preloaded"):
+            if (each := getattr(self, name)).times_ms:
+                summary[name] = each.summary(cold)
+        return {**summary, "stored_bytes": self.stored_bytes, "files": self.files}
+
+
+@dataclass
+class Restored:
+    """Of servers that were started again.
+
+    Attributes:
+        times_ms: Until the first token.
+        found: Prompt tokens by where they were found.
+        prompt_tokens: All of them.
+        preloading_s: From the first answer until what is preloaded was there.
+    """
+
+    times_ms: list[float] = field(default_factory=list)
+    found: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    preloading_s: list[float] = field(default_factory=list)
+
+    def summary(self, cold_ms: float) -> dict[str, Any]:
+        median = statistics.median(self.times_ms)
         return {
-            "cold_median_ms": cold,
-            "restored_median_ms": restored,
-            "restored_p90_ms": statistics.quantiles(self.restored_ms, n=10)[-1],
-            "cold_by_restored": cold / restored,
-            "from_storage": self.storage_tokens / self.prompt_tokens,
-            "stored_bytes": self.stored_bytes,
-            "files": self.files,
+            "median_ms": median,
+            "p90_ms": statistics.quantiles(self.times_ms, n=10)[-1],
+            "cold_by_this": cold_ms / median,
+            "found": {tier: n / self.prompt_tokens for tier, n in self.found.items()},
+            "preloading_s": self.preloading_s,
         }
 
 
@@ -101,8 +125,11 @@ def ask(url: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
 
 
 @contextmanager
-def server(arm: str, directory: Path, options: argparse.Namespace) -> Iterator[str]:
+def server(
+    arm: str, directory: Path, options: argparse.Namespace, *, preloads: bool = False
+) -> Iterator[str]:
     """A server that has answered one question of its own."""
+    config = {"preload_host_share": 1 if preloads else 0}
     extra = {"prefetch_threshold": options.page_size, "file_storage_path": str(directory)}
     flags = [
         *("--enable-hierarchical-cache", "--hicache-ratio", "2"),
@@ -113,6 +140,8 @@ def server(arm: str, directory: Path, options: argparse.Namespace) -> Iterator[s
         *("--max-total-tokens", str(options.max_total_tokens)),
         *ARMS[arm],
     ]
+    if arm == "knowledge-tree":
+        flags += ["--radix-eviction-policy-config", json.dumps(config)]
     with serving(str(options.model_path), flags, program="sglang") as url:
         ask(url, {"input_ids": [7] * 300, "sampling_params": {"max_new_tokens": 1}})
         yield url
@@ -125,6 +154,16 @@ def wait_until_at_rest(directory: Path) -> None:
         time.sleep(0.2)
         if (now := _size(directory)[0]) != last:
             last, since = now, time.monotonic()
+
+
+def wait_until_preloaded(url: str) -> float:
+    """Seconds until all that is to come by itself has come."""
+    since = time.monotonic()
+    while True:
+        with urllib.request.urlopen(f"{url}/rag/stats", timeout=60) as reply:
+            if json.load(reply)["storage"]["preloaded"]["state"] != "running":
+                return time.monotonic() - since
+        time.sleep(0.1)
 
 
 def _size(directory: Path) -> tuple[int, int]:
@@ -148,15 +187,21 @@ def measure(
             wait_until_at_rest(directory)
             # Its processes are ended without notice when the block is left.
         into.stored_bytes, into.files = _size(directory)
-        with server(arm, directory, options) as url:
-            for body, expected in zip(bodies, answers, strict=True):
-                ms, answer = ask(url, body)
-                into.restored_ms.append(ms)
-                details = answer["meta_info"].get("cached_tokens_details") or {}
-                into.storage_tokens += details.get("storage", 0)
-                into.prompt_tokens += len(body["input_ids"])
-                if options.exact and answer["output_ids"] != expected:
-                    raise SystemExit(f"{arm}: another answer after the restart")
+        for preloads in (False, True) if arm == "knowledge-tree" else (False,):
+            restored = into.preloaded if preloads else into.restored
+            with server(arm, directory, options, preloads=preloads) as url:
+                if preloads:
+                    restored.preloading_s.append(wait_until_preloaded(url))
+                for body, expected in zip(bodies, answers, strict=True):
+                    ms, answer = ask(url, body)
+                    restored.times_ms.append(ms)
+                    restored.prompt_tokens += len(body["input_ids"])
+                    details = answer["meta_info"].get("cached_tokens_details") or {}
+                    restored.found.update(
+                        {tier: details.get(tier, 0) for tier in ("device", "host", "storage")}
+                    )
+                    if options.exact and answer["output_ids"] != expected:
+                        raise SystemExit(f"{arm}: another answer after the restart")
 
 
 def parse_options() -> argparse.Namespace:
