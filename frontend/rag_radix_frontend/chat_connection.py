@@ -15,10 +15,12 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 import orjson
+from pydantic import BaseModel
 
 from rag_radix_frontend.connections import Connections
 from rag_radix_frontend.errors import RequestError
 from rag_radix_frontend.replies import checked, events, message
+from rag_radix_frontend.speculation import computed_tokens
 from rag_radix_frontend.workers import WORKERS
 
 _TIMEOUT_S = 60.0
@@ -157,6 +159,16 @@ class _End:
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
+
+
+def computed_tokens_of(answer: Any) -> int:
+    """Tokens the server computed for a completion, or for a stream that ends with this chunk; 0
+    where it doesn't say, as without `--enable-cache-report` what was cached."""
+    usage = answer.get("usage") if isinstance(answer, dict) else getattr(answer, "usage", None)
+    if isinstance(usage, BaseModel):
+        usage = usage.model_dump()
+    details = usage.get("prompt_tokens_details") if usage else None
+    return computed_tokens({**usage, **details}) if usage and details else 0
 
 
 def _root(client: Any) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from rag_radix_frontend.chat_connection import computed_tokens_of
 from rag_radix_frontend.chat_server import ChatServer
 from rag_radix_frontend.retrieval_report import RetrievalLog, RetrievalReport
 from rag_radix_frontend.wire import ENDED, REFUSED
@@ -43,6 +44,7 @@ class ChatSpeculation:
         self._rid: str | None = None
         self._started_s = 0.0
         self._has_fate = True
+        self._is_unwanted = False
         self._promoted = False
         self._inside = False
         self._task = self._loop.create_task(self._run(pause_s))
@@ -69,7 +71,11 @@ class ChatSpeculation:
 
     def discard(self) -> None:
         """It isn't the answer: end it in the background."""
-        self._decide(RetrievalReport(cancelled=1))
+        if not self._has_fate:
+            self._decide(RetrievalReport(cancelled=1))
+            self._is_unwanted = True
+            if self._task.done():
+                self._count_waste()
         self._server.gate.withdraw(self)
         if self._rid is None:
             self._task.cancel()
@@ -117,6 +123,8 @@ class ChatSpeculation:
                 gate.shut()
         finally:
             self._leave()
+            if self._is_unwanted:
+                self._count_waste()
             # The task counts as done only after this step.
             self._loop.call_soon(self._news.set)
 
@@ -162,6 +170,10 @@ class ChatSpeculation:
             async for answer in answers:
                 self._events.append(answer)
                 self._news.set()
+
+    def _count_waste(self) -> None:
+        if self._events and (wasted_tokens := computed_tokens_of(self._events[-1])):
+            self._log.add(RetrievalReport(wasted_tokens=wasted_tokens))
 
     def _decide(self, fate: RetrievalReport) -> None:
         if not self._has_fate:

@@ -15,7 +15,12 @@ import pytest
 from openai import NOT_GIVEN, AsyncAzureOpenAI, AsyncOpenAI
 from openai.resources.chat.completions import AsyncCompletions
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from rag_radix_frontend.chat_connection import ClientConnection, PlainConnection, connection_of
+from rag_radix_frontend.chat_connection import (
+    ClientConnection,
+    PlainConnection,
+    computed_tokens_of,
+    connection_of,
+)
 from rag_radix_frontend.errors import RequestError, SpeculationRefused
 
 CHOICE = {"index": 0, "finish_reason": "stop", "logprobs": None}
@@ -157,6 +162,19 @@ def test_a_refusal_says_so(stub: Stub, stream: bool, is_plain: bool) -> None:
 
     with_client(stub, use)
     assert len(stub.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("details", "tokens"), [({"cached_tokens": 60}, 47), ({"cached_tokens": 0}, 107), (None, 0)]
+)
+def test_what_was_computed_is_known_where_the_server_tells_what_was_cached(
+    details: Any, tokens: int
+) -> None:
+    usage = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": details}
+    answer = {**WHOLE, "usage": usage}
+    assert computed_tokens_of(answer) == tokens
+    assert computed_tokens_of(ChatCompletion.construct(**answer)) == tokens
+    assert computed_tokens_of({**WHOLE, "usage": None}) == 0
 
 
 def test_an_error_within_a_stream_is_raised_after_what_came_before(stub: Stub) -> None:

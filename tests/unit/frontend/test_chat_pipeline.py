@@ -82,6 +82,12 @@ class ChunkStream:
         await self._chunks.aclose()
 
 
+class Said(str):
+    """A completion."""
+
+    usage: dict[str, Any] | None = None
+
+
 class FakeClient:
     """As much of `openai.AsyncOpenAI` as is used, and the server behind it."""
 
@@ -95,6 +101,7 @@ class FakeClient:
         self.states: dict[str, str] = {}
         self.aborted: list[str] = []
         self.promoted: list[str] = []
+        self.usage: dict[str, Any] | None = None
 
     def with_options(self, max_retries: int) -> FakeClient:
         return self
@@ -106,7 +113,9 @@ class FakeClient:
             self.arrived.notify_all()
         if request.stream:
             return ChunkStream(request)
-        return "".join([piece async for piece in request.chunks()])
+        answer = Said("".join([piece async for piece in request.chunks()]))
+        answer.usage = self.usage
+        return answer
 
     async def get(self, url: str, cast_to: type) -> Any:
         assert url == "http://server/rag/pool"
@@ -185,6 +194,28 @@ def test_other_final_documents_end_it_and_are_asked_for():
         assert client.aborted == [guess.rid]
         assert (result.retrieval.cancelled, result.retrieval.kept) == (1, 0)
         assert result.retrieval.search_not_overlapped_s == result.retrieval.search_s
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_what_a_wrong_guess_computed_is_told_where_the_server_tells(is_complete):
+    usage = {"prompt_tokens": 100, "completion_tokens": 7}
+
+    async def scenario(client, steps):
+        client.usage = {**usage, "prompt_tokens_details": {"cached_tokens": 60}}
+        answer = ask(client, steps)
+        steps.send(A)
+        guess = await client.request(0)
+        if is_complete:
+            guess.finish("long since")
+            while not guess.ended:
+                await asyncio.sleep(0)
+        steps.send(B, final=True)
+        (await client.request(1)).finish("no")
+        await answer
+        while chat_retrievals(client).wasted_tokens != 47:
+            await asyncio.sleep(0)
 
     run(scenario)
 
