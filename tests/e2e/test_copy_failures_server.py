@@ -13,7 +13,7 @@ from e2e.tiny_model import make_tiny_llama
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-FLAGS = ["--dtype", "float32", "--max-total-tokens", "2048", "--tp-size", "2"]
+FLAGS = ["--dtype", "float32", "--max-total-tokens", "1024", "--tp-size", "2"]
 FLAGS += ["--radix-cache-backend", "knowledge-tree", "--enable-hierarchical-cache"]
 FLAGS += ["--hicache-ratio", "4"]
 # A plugin of SGLang, which is loaded in every process.
@@ -59,7 +59,7 @@ def test_copies_that_fail_on_one_rank_cost_hits_and_nothing_else(tmp_path, swap_
     if swap_out == "eager":
         flags += ["--hicache-storage-backend", "file"]
         flags += ["--file-storage-path", str(tmp_path / "files")]
-    prompts = make_prompts(24, page_size=1, chunk_tokens=128)
+    prompts = make_prompts(24, page_size=16, chunk_tokens=128)
     rng, host_hit = random.Random(1), 0
     env = failing_copies(tmp_path / "plugin")
     with running_server(make_tiny_llama(tmp_path / "model"), *flags, env=env) as server:
@@ -75,4 +75,3 @@ def test_copies_that_fail_on_one_rank_cost_hits_and_nothing_else(tmp_path, swap_
         assert report["swap"]["out_nodes"] > report["swap"]["failed_nodes"]
         assert host_hit > 0
         assert "this copy fails" in server.log()
-        assert "Rank consensus" not in server.log()
