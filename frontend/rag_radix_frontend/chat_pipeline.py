@@ -63,6 +63,7 @@ async def retrieve_and_generate(
     k: int = 2,
     speculative: bool = True,
     strict: bool = False,
+    public: bool = False,
     **options: Any,
 ) -> RetrievedAnswer:
     """Retrieve documents and have a chat completion written from them.
@@ -92,6 +93,8 @@ async def retrieve_and_generate(
         k: How many documents.
         speculative: Whether to ask ahead of the final documents.
         strict: As for `annotate`.
+        public: The documents are, and all of the messages before the last of them: a `cache_salt`
+            in `extra_body` covers only what follows.
         options: For `client.chat.completions.create`.
 
     Raises:
@@ -112,7 +115,7 @@ async def retrieve_and_generate(
     stages = 0
 
     async def ask() -> Any:
-        request = _request(build_messages, documents, strict, options)
+        request = _request(build_messages, documents, strict, public, options)
         return await client.chat.completions.create(**request)
 
     try:
@@ -128,7 +131,7 @@ async def retrieve_and_generate(
             if speculative and documents and not is_same:
                 # Messages may not be made for documents that aren't in the result.
                 with contextlib.suppress(Exception):
-                    request = _request(build_messages, documents, strict, options)
+                    request = _request(build_messages, documents, strict, public, options)
                     pause_s = min(_LONGEST_PAUSE_S, time.perf_counter() - started_s)
                     guess = ChatSpeculation(server, request, log, pause_s)
         else:
@@ -183,12 +186,15 @@ def _request(
     build_messages: BuildMessages,
     documents: Sequence[Document],
     strict: bool,
+    public: bool,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     messages = build_messages(documents)
     extra = options.get("extra_body") or {}
-    annotation = annotate(messages, documents, strict=strict)["custom_params"]
-    custom = {**(extra.get("custom_params") or {}), **annotation}
+    salt = extra.get("cache_salt")
+    salt_from = len(documents) if salt and public else None
+    own = annotate(messages, documents, strict=strict, cache_salt=salt, salt_from=salt_from)
+    custom = {**(extra.get("custom_params") or {}), **own["custom_params"]}
     return {
         **options,
         "messages": messages,

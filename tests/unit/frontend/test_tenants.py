@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
+import httpx
 import pytest
 import sglang as sgl
-from rag_radix_frontend import RagEndpoint, rag_retrieve
+from openai import AsyncOpenAI
+from rag_radix_frontend import RagEndpoint, rag_retrieve, retrieve_and_generate
 from rag_radix_frontend.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error in stream_executor")
@@ -84,3 +88,39 @@ def test_prefixes_of_programs_are_cached_for_the_tenant_alone(
 ) -> None:
     backend.cache_prefix("You are")
     assert stub.asked[-1]["cache_salt"] == "secret"
+
+
+@pytest.mark.parametrize(
+    ("salt", "public", "begins"), [("s", True, 2), ("s", False, None), (None, True, None)]
+)
+def test_a_chat_about_public_documents_is_salted_behind_them(
+    listed: Any, salt: str | None, public: bool, begins: int | None
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def serve(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, json={"choices": []})
+
+    client = AsyncOpenAI(
+        base_url="http://server/v1",
+        api_key="none",
+        http_client=httpx.AsyncClient(transport=httpx.MockTransport(serve)),
+    )
+
+    async def ask() -> None:
+        await retrieve_and_generate(
+            client,
+            listed,
+            "animals",
+            lambda found: [{"role": "user", "content": "".join(each.text for each in found)}],
+            speculative=False,
+            model="default",
+            public=public,
+            extra_body={"cache_salt": salt} if salt else None,
+        )
+
+    asyncio.run(ask())
+    (body,) = asked
+    assert body.get("cache_salt") == salt
+    assert salt_from(body) == begins
