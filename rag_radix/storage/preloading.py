@@ -171,6 +171,8 @@ class Preloading:
         )
         if handle in tree.ongoing_prefetch:
             self._handle = handle
+        else:  # too much is being read; no request waits that could ask again
+            tree.storage_prefetch_retries.cancel(handle.rid)
 
     def _room_tokens(self) -> int:
         tree = self._tree
@@ -182,6 +184,6 @@ class Preloading:
         tree, self._handle = self._tree, None
         tokens, _ = tree.pop_prefetch_loaded_span(handle)
         tree.finish_storage_prefetch_admission(handle, tokens, None)
-        tree.storage_prefetch_retries.cancel(handle.rid)  # no request waits that could ask again
+        tree.storage_prefetch_retries.cancel(handle.rid)
         self.progress.paths += tokens > 0
         self.progress.tokens += tokens
