@@ -85,7 +85,8 @@ async def retrieve_and_generate(
     runs on a thread.
 
     Args:
-        client: An `openai.AsyncOpenAI`, or what has its interface.
+        client: An `openai.AsyncOpenAI`, or what has its interface. One that has nothing but an
+            address, a key and headers of its own doesn't send the requests ahead itself.
         retriever: Finds the documents.
         query: What they are to fit.
         build_messages: Makes the messages; it quotes all documents, in the order given, and

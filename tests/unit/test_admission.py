@@ -161,12 +161,18 @@ def test_documents_end_where_the_server_truncates_the_prompt(manager: Any) -> No
     assert placed(request.sampling_params) == (DocumentSpan("a", 2, 7),)
 
 
-def test_a_request_without_documents_keeps_its_prompt(manager: Any) -> None:
-    params = {"custom_params": {"rag": {"documents": [], "speculative": True}}}
-    request = GenerateReqInput(text=TEXT, sampling_params=params)
+@pytest.mark.parametrize("said", [{"speculative": True}, {"counts": False}])
+@pytest.mark.parametrize("prompt", [{"text": TEXT}, {"input_ids": IDS}])
+def test_a_request_without_documents_keeps_its_prompt(
+    manager: Any, prompt: dict[str, Any], said: dict[str, bool]
+) -> None:
+    params = {"custom_params": {"rag": {"documents": [], **said}}}
+    request = GenerateReqInput(**prompt, sampling_params=params)
     assert not admit(request, manager)
-    assert request.text == TEXT
-    assert wire.spans(request.sampling_params["custom_params"]) is not None
+    assert (request.text, request.input_ids) == (prompt.get("text"), prompt.get("input_ids"))
+    annotation = wire.spans(request.sampling_params["custom_params"])
+    assert annotation is not None
+    assert {name: getattr(annotation, name) for name in said} == said
 
 
 def test_counts_add_up() -> None:
