@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from heapq import nlargest, nsmallest
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rag_radix.errors import ControlError
 from rag_radix.policies.base import TierName
-from rag_radix.statistics import DocumentKey
+from rag_radix.statistics import DocumentKey, namespace_name
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
@@ -149,11 +150,13 @@ def look(tree: KnowledgeTree, page: Page, first: int) -> dict[str, Any]:
     of their documents there are."""
     places = tree.tree_core.places
     value, found = _sort_value(tree, page.sort), []
+    namespace_of = cache(namespace_name)
     for name, nodes in places.named(first, first + LOOKED_AT):
         if name.startswith(page.prefix):
             for document, ends in _ends(tree, name, nodes).items():
-                if page.namespace in (None, document.namespace):
-                    found.append((value(document, ends), *document.name))
+                namespace = namespace_of(document.extra_key, document.cache_salt)
+                if page.namespace in (None, namespace):
+                    found.append((value(document, ends), name, document.version, namespace))
     return {
         "generation": places.generation,
         "known": len(places),
