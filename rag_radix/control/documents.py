@@ -129,12 +129,15 @@ def survey(page: Page) -> Survey:
                 rank = part["rank"]
                 generations.setdefault(rank, set()).add(part["generation"])
                 totals[rank] = totals.get(rank, 0) + part["total"]
-                found[rank] = page.first_of([*found.get(rank, ()), *map(tuple, part["found"])])
+                found.setdefault(rank, []).extend(map(tuple, part["found"]))
                 known = max(known, part["known"])
             first += LOOKED_AT
         if all(len(each) == 1 for each in generations.values()):
             break
-    names = {rank: [each[1:] for each in found[rank][page.offset :]] for rank in sorted(found)}
+    names = {
+        rank: [each[1:] for each in page.first_of(found[rank])[page.offset :]]
+        for rank in sorted(found)
+    }
     rows: dict[int, list[Any]] = {rank: [] for rank in names}
     for first in range(0, max(map(len, names.values())), ROWS_AT_ONCE):
         part = {str(rank): names[rank][first : first + ROWS_AT_ONCE] for rank in names}
