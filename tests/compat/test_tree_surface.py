@@ -80,6 +80,7 @@ def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
         "mark",
         "offered",
         "on_device",
+        "on_host",
         "device_children",
         "names_forgotten",
         "unmarked_documents",
