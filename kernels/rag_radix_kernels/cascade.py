@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from rag_radix_kernels.grouping import SharedRange
+from rag_radix_kernels.grouping import SharedRange, find_own_starts
 
 # Outputs `[rows, heads, value_dim]` and log-sum-exps `[rows, heads]`, to whichever base.
 State: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -60,7 +60,6 @@ def plan_levels(
         second ones, and so on. Rows and slots are on the device of `req_to_token`.
     """
     depth = [0] * len(lengths)
-    alone_from = [0] * len(lengths)
     shared: list[list[SharedRange]] = []
     for range_ in ranges:
         level = depth[range_.requests[0]]
@@ -69,10 +68,10 @@ def plan_levels(
         shared[level].append(range_)
         for i in range_.requests:
             depth[i] += 1
-            alone_from[i] = range_.end
+    own_starts = find_own_starts(ranges, len(lengths))
     alone = [
         SharedRange((i,), start, length)
-        for i, (start, length) in enumerate(zip(alone_from, lengths, strict=True))
+        for i, (start, length) in enumerate(zip(own_starts, lengths, strict=True))
         if start < length
     ]
     levels = [alone, *shared] if alone else shared

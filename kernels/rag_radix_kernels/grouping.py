@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -77,10 +76,19 @@ def find_shared_ranges(
     blocks = _equal_columns(samples[order[:-1]], samples[order[1:]])
     if not blocks.any():
         return []
+    filled = np.array(lengths)[order]
     agreements = _agreements(req_to_token, rows[order], blocks * block, block)
-    for i, (a, b) in enumerate(pairwise(order)):
-        agreements[i] = min(agreements[i], lengths[a], lengths[b])
-    return _ranges(order, agreements, min_saved_keys)
+    agreements = np.minimum(agreements, np.minimum(filled[:-1], filled[1:]))
+    return _ranges(order, agreements.tolist(), min_saved_keys)
+
+
+def find_own_starts(ranges: Sequence[SharedRange], requests: int) -> list[int]:
+    """Where each of the requests of a batch begins to read alone, as `find_shared_ranges` sorts."""
+    starts = [0] * requests
+    for shared in ranges:
+        for i in shared.requests:
+            starts[i] = shared.end
+    return starts
 
 
 def _samples(
@@ -97,15 +105,14 @@ def _samples(
     return np.where(np.arange(samples.shape[1]) < whole, samples, nobodys[:, None]), block
 
 
-def _agreements(req_to_token: torch.Tensor, rows: Vector, starts: Vector, block: int) -> list[int]:
+def _agreements(req_to_token: torch.Tensor, rows: Vector, starts: Vector, block: int) -> Vector:
     """Leading slots that each row has in common with the next one, filled or not.
 
     They are known to agree up to `starts`, and to differ at the end of the block after it.
     """
     columns = np.minimum(starts[:, None] + np.arange(block), req_to_token.shape[1] - 1)
     left, right = (_read(req_to_token, r[:, None], columns) for r in (rows[:-1], rows[1:]))
-    agreements: list[int] = (starts + _equal_columns(left, right)).tolist()
-    return agreements
+    return starts + _equal_columns(left, right)
 
 
 def _read(req_to_token: torch.Tensor, rows: Matrix, columns: Matrix | Vector) -> Matrix:
@@ -139,6 +146,12 @@ def _ranges(
             ranges.append(SharedRange(tuple(sorted(order[first:last])), start, end))
             start = end
         # Rows part where they agree no further than all do; two that don't part go on together.
-        parts = [first, *(i for i, n in enumerate(common, first + 1) if n == end), last]
-        pending += [(a, b, start) for a, b in pairwise(parts) if b - a > 1]
+        parts_from = first
+        for i, n in enumerate(common, first + 1):
+            if n == end:
+                if i - parts_from > 1:
+                    pending.append((parts_from, i, start))
+                parts_from = i
+        if last - parts_from > 1:
+            pending.append((parts_from, last, start))
     return sorted(ranges, key=lambda r: (r.start, r.requests))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -26,13 +26,24 @@ class GatherPlan:
         slots: Int64 `[requests × splits × keys]`; padding repeats the request's first slot, so
             that it always holds finite numbers.
         shape: `(requests, splits, keys)`.
-        mask: Float32 of that shape, -inf on padding; None where nothing is padded.
+        mask: Float32 `[requests, splits, 1, keys]`, -inf on padding, or with a row for each of a
+            request's queries instead of the 1, -inf on what it doesn't read as well; None where
+            everything is read.
     """
 
     rows: torch.Tensor
     slots: torch.Tensor
     shape: tuple[int, int, int]
     mask: torch.Tensor | None
+    _mask_of_heads: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def mask_of_heads(self, group: int) -> torch.Tensor | None:
+        """`mask` with the rows of all `group` query heads of a KV head in turn, made once."""
+        if self.mask is None or self.mask.shape[2] == 1:
+            return self.mask
+        if group not in self._mask_of_heads:
+            self._mask_of_heads[group] = self.mask.repeat(1, 1, group, 1)
+        return self._mask_of_heads[group]
 
     @cached_property
     def places(self) -> slice | torch.Tensor:
@@ -103,7 +114,7 @@ def plan_group(
         unused = steps >= torch.tensor([len(p) for p in own])[:, None]
         steps = steps.expand(unused.shape).masked_fill(unused, 0)
         mask = torch.zeros(unused.shape).masked_fill_(unused, float("-inf"))
-        mask = mask.view(len(group), splits, keys)
+        mask = mask.view(len(group), splits, 1, keys)
     columns = torch.tensor([p.start for p in own])[:, None] + steps
     slots = req_to_token[request_rows[rows].long()[:, None], columns].long()
     return GatherPlan(rows, slots.flatten(), (len(group), splits, keys), mask)
@@ -142,8 +153,57 @@ def plan_shared(
     return replace(plan, rows=rows)
 
 
+def plan_shared_and_own(
+    req_to_token: torch.Tensor,
+    request_rows: torch.Tensor,
+    shared: SharedRange,
+    lengths: Sequence[int],
+    *,
+    kv_heads: int,
+    threads: int,
+) -> GatherPlan:
+    """The plan by which requests that decode read what they share and, behind it, their own keys.
+
+    Each query is masked from the other requests' own keys. Products that nobody needs are cheaper
+    than a second attention and a merge, as long as these keys are few.
+
+    Args:
+        req_to_token: As in `plan_batch`.
+        request_rows: As in `plan_batch`.
+        shared: What its requests share.
+        lengths: Keys of each request of the batch; its own ones begin where `shared` ends.
+        kv_heads: As in `plan_batch`.
+        threads: As in `plan_batch`.
+    """
+    rows = torch.tensor(shared.requests)
+    table_rows = request_rows[rows].tolist()
+    columns = [range(shared.start, shared.end)]
+    columns += [range(shared.end, lengths[i]) for i in shared.requests]
+    slots = torch.cat(
+        [
+            req_to_token[row, own.start : own.stop]
+            for row, own in zip([table_rows[0], *table_rows], columns, strict=True)
+        ]
+    ).long()
+    common = len(columns[0])
+    splits = _splits(len(slots), common, len(rows) * kv_heads, threads)
+    keys = -(-len(slots) // splits)
+    padding = slots[:1].expand(splits * keys - len(slots))
+    mask = torch.zeros(len(rows), splits * keys)
+    mask[:, common:] = float("-inf")
+    start = common
+    for row, own in zip(mask, columns[1:], strict=True):
+        row[start : start + len(own)] = 0
+        start += len(own)
+    mask = mask.view(1, len(rows), splits, keys).transpose(1, 2)
+    return GatherPlan(rows, torch.cat([slots, padding]), (1, splits, keys), mask)
+
+
 def _splits(longest: int, shortest: int, items: int, threads: int) -> int:
-    """Pieces to cut each request's keys into; every piece of every request holds a key."""
+    """Pieces to cut each request's keys into; every piece of every request holds a key.
+
+    `shortest` counts the keys that a request is sure to have at its beginning.
+    """
     splits = max(1, min(-(-ITEMS_PER_THREAD * threads // items), longest // MIN_SPLIT_KEYS))
     while (splits - 1) * -(-longest // splits) >= shortest:
         splits -= 1

@@ -93,8 +93,9 @@ def gathered_attention(
         query: `[requests, rows, query_heads, dim]`.
         key: `[requests, splits, keys, kv_heads, dim]`.
         value: `[requests, splits, keys, kv_heads, value_dim]`.
-        mask: Float32 `[requests, splits, keys]`, 0 for a key and -inf for padding; every split
-            needs at least one key. None where nothing is padded.
+        mask: Float32 `[requests, splits, 1, keys]`, 0 for a key and -inf for what isn't to be
+            read, or with a row for each query head of a group and each of `rows`, in this order,
+            instead of the 1. Every row needs a key in every split. None where all are read.
         scale: Factor on the scores before the softmax.
 
     Returns:
@@ -108,7 +109,7 @@ def gathered_attention(
     folded = folded[:, None].expand(-1, splits, -1, -1, -1).flatten(0, 1)
     key, value = (t.flatten(0, 1).transpose(1, 2) for t in (key, value))
     if mask is not None:
-        mask = mask.flatten(0, 1)[:, None, None, :]
+        mask = mask.flatten(0, 1)[:, None]
     output, lse = _attend(folded, key, value, scale=scale, mask=mask)
     if splits > 1:
         parts = lse.unflatten(0, (requests, splits))

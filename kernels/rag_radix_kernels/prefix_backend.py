@@ -12,13 +12,14 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
-from rag_radix_kernels.grouping import MIN_SAVED_KEYS, find_shared_ranges
+from rag_radix_kernels.grouping import SharedRange, find_own_starts, find_shared_ranges
 from rag_radix_kernels.kv_gather import (
     GatherBuffer,
     GatherPlan,
     plan_batch,
     plan_group,
     plan_shared,
+    plan_shared_and_own,
 )
 from rag_radix_kernels.options import shares_prefixes
 from rag_radix_kernels.prefix_attention import extend_attention, gathered_attention, merge
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Keys that a shared range must save in a decode, where a further product and a merge are a large
-# part of the work: with bf16 on two cores, 6,000 (four requests behind 2,000 tokens) lose 8% and
-# 14,000 (eight) win 46%; in an extend 6,000 win 49%.
-MIN_SAVED_KEYS_DECODE = 8192
+# Queries times keys of their own that one attention takes in although most of them are masked: a
+# second attention and a merge cost two threads as much.
+MAX_MASKED_PRODUCTS = 8192
 
 
 class PrefixAttnBackend(TorchNativeAttnBackend):
@@ -58,58 +58,61 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
         table = self.req_to_token_pool.req_to_token
         table_rows = forward_batch.req_pool_indices
         work = {"kv_heads": self._kv_heads, "threads": torch.get_num_threads()}
+        self._shared_plans = []
         if forward_batch.forward_mode.is_decode_or_idle():
             lengths = forward_batch.seq_lens.tolist()
-            new_lens = [1] * len(lengths)
             # Whoever decodes reads its newest token by itself, so nobody's own keys are none.
-            own = self._plan_shared(
-                table,
-                table_rows,
-                [n - 1 for n in lengths],
-                new_lens,
-                min_saved_keys=MIN_SAVED_KEYS_DECODE,
-                **work,
-            )
-            positions = [range(start, n) for start, n in zip(own, lengths, strict=True)]
-            self._decode_plans = plan_batch(table, table_rows, positions, **work)
+            ranges = self._find_shared(table, table_rows, [n - 1 for n in lengths])
+            own_starts = find_own_starts(ranges, len(lengths))
+            self._decode_plans = []
+            for shared in ranges:
+                if self._reads_own_keys_as_well(shared, own_starts, lengths):
+                    plan = plan_shared_and_own(table, table_rows, shared, lengths, **work)
+                    self._decode_plans.append(plan)
+                    for i in shared.requests:
+                        own_starts[i] = lengths[i]
+                else:
+                    rows = torch.tensor(shared.requests)
+                    plan = plan_shared(table, table_rows, rows, shared, **work)
+                    self._shared_plans.append(plan)
+            positions = [range(start, n) for start, n in zip(own_starts, lengths, strict=True)]
+            self._decode_plans += plan_batch(table, table_rows, positions, **work)
         elif forward_batch.forward_mode.is_extend():
             lengths = forward_batch.extend_prefix_lens.tolist()
             new_lens = forward_batch.extend_seq_lens.tolist()
-            own = self._plan_shared(
-                table, table_rows, lengths, new_lens, min_saved_keys=MIN_SAVED_KEYS, **work
-            )
-            positions = [range(start, n) for start, n in zip(own, lengths, strict=True)]
+            ranges = self._find_shared(table, table_rows, lengths)
+            queries = list(torch.arange(sum(new_lens)).split(new_lens)) if ranges else []
+            for shared in ranges:
+                rows = torch.cat([queries[i] for i in shared.requests])
+                self._shared_plans.append(plan_shared(table, table_rows, rows, shared, **work))
+            own_starts = find_own_starts(ranges, len(lengths))
+            positions = [range(start, n) for start, n in zip(own_starts, lengths, strict=True)]
             self._prefix_plans = [
                 plan_group(table, table_rows, [i], positions, **work) if p else None
                 for i, p in enumerate(positions)
             ]
 
-    def _plan_shared(
-        self,
-        table: torch.Tensor,
-        table_rows: torch.Tensor,
-        lengths: Sequence[int],
-        new_lens: Sequence[int],
-        *,
-        min_saved_keys: int,
-        **work: int,
-    ) -> list[int]:
-        """Plan what is read once for several requests; where each one's own reading begins."""
-        ranges = []
-        if self._shares:
-            ranges = find_shared_ranges(table, table_rows, lengths, min_saved_keys=min_saved_keys)
+    def _find_shared(
+        self, table: torch.Tensor, table_rows: torch.Tensor, lengths: Sequence[int]
+    ) -> list[SharedRange]:
+        """What is to be read once for several requests."""
+        if not self._shares:
+            return []
+        ranges = find_shared_ranges(table, table_rows, lengths)
         if ranges and not self._has_shared:
             self._has_shared = True
             logger.info("From now on prefixes that requests share are read once for all of them.")
-        own = [0] * len(lengths)
-        queries = list(torch.arange(sum(new_lens)).split(list(new_lens))) if ranges else []
-        self._shared_plans = []
-        for shared in ranges:
-            rows = torch.cat([queries[i] for i in shared.requests])
-            self._shared_plans.append(plan_shared(table, table_rows, rows, shared, **work))
-            for i in shared.requests:
-                own[i] = shared.end
-        return own
+        return ranges
+
+    def _reads_own_keys_as_well(
+        self, shared: SharedRange, own_starts: Sequence[int], lengths: Sequence[int]
+    ) -> bool:
+        """Whether one attention does for all that its requests read from there on."""
+        own_keys = sum(lengths[i] - shared.end for i in shared.requests)
+        return (
+            all(own_starts[i] == shared.end for i in shared.requests)
+            and len(shared.requests) * own_keys <= MAX_MASKED_PRODUCTS
+        )
 
     def forward_extend(
         self,
@@ -173,20 +176,16 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
         if _is_torch_native(layer, forward_batch):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         self._save(k, v, layer, forward_batch, save_kv_cache)
-        query = q.reshape(-1, 1, layer.tp_q_head_num, layer.qk_head_dim)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if len(self._decode_plans) == 1 and not self._shared_plans:
-            gathered = self._gather(self._decode_plans[0], layer, query.dtype)
-            return gathered_attention(query, *gathered, scale=layer.scaling)[0].flatten(1)
+            return self._attend(self._decode_plans[0], query, layer)[0].flatten(1)
         shape = (query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         output = query.new_empty(shape, dtype=self._sum_dtype(query))
         lse = query.new_empty(shape[:2], dtype=torch.float32)
         for plan in self._decode_plans:
-            attended, attended_lse = gathered_attention(
-                query[plan.places], *self._gather(plan, layer, query.dtype), scale=layer.scaling
-            )
-            output[plan.places] = attended[:, 0].to(output.dtype)
-            lse[plan.places] = attended_lse[:, 0]
-        self._merge_shared(query[:, 0], output, lse, layer)
+            attended, lse[plan.places] = self._attend(plan, query, layer)
+            output[plan.places] = attended.to(output.dtype)
+        self._merge_shared(query, output, lse, layer)
         return output.to(query.dtype).flatten(1)
 
     def _sum_dtype(self, query: torch.Tensor) -> torch.dtype:
@@ -206,10 +205,18 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
         """
         for plan in self._shared_plans:
             rows = plan.places
-            shared, shared_lse = gathered_attention(
-                query[rows][None], *self._gather(plan, layer, query.dtype), scale=layer.scaling
-            )
-            output[rows], lse[rows] = merge(output[rows], lse[rows], shared[0], shared_lse[0])
+            shared = self._attend(plan, query, layer)
+            output[rows], lse[rows] = merge(output[rows], lse[rows], *shared)
+
+    def _attend(
+        self, plan: GatherPlan, query: torch.Tensor, layer: RadixAttention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the plan's rows of `query` `[rows, query_heads, dim]` to its keys."""
+        rows = query[plan.places].unflatten(0, (plan.shape[0], -1))
+        output, lse = gathered_attention(
+            rows, *self._gather(plan, layer, query.dtype), scale=layer.scaling
+        )
+        return output.flatten(0, 1), lse.flatten(0, 1)
 
     def _save(
         self,
@@ -227,7 +234,8 @@ class PrefixAttnBackend(TorchNativeAttnBackend):
         self, plan: GatherPlan, layer: RadixAttention, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         key, value = self._read(layer, plan.slots, dtype)
-        return key.unflatten(0, plan.shape), value.unflatten(0, plan.shape), plan.mask
+        mask = plan.mask_of_heads(layer.tp_q_head_num // key.shape[1])
+        return key.unflatten(0, plan.shape), value.unflatten(0, plan.shape), mask
 
     def _read(
         self, layer: RadixAttention, slots: torch.Tensor, dtype: torch.dtype

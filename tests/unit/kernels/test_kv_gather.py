@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rag_radix_kernels.kv_gather import GatherBuffer, GatherPlan, plan_batch
+from rag_radix_kernels.grouping import SharedRange
+from rag_radix_kernels.kv_gather import GatherBuffer, GatherPlan, plan_batch, plan_shared_and_own
 
 
 def _plans(lengths: list[int], table_width: int = 5000, threads: int = 2) -> list[GatherPlan]:
@@ -38,8 +39,8 @@ def test_a_plan_reads_each_slot_once_and_pads_with_one_of_the_requests_own(
     padded = plan.slots.view(plan.shape)
     kept = torch.ones(plan.shape, dtype=torch.bool)
     if plan.mask is not None:
-        kept = plan.mask == 0
-        assert torch.isneginf(plan.mask[~kept]).all()
+        kept = plan.mask[:, :, 0] == 0
+        assert torch.isneginf(plan.mask[:, :, 0][~kept]).all()
     assert padded[kept].tolist() == list(range(length))
     assert set(padded[~kept].tolist()) <= {0}
     assert kept.any(dim=-1).all(), "a split without keys would have no softmax"
@@ -56,6 +57,28 @@ def test_every_split_of_every_request_in_a_group_holds_a_key() -> None:
     for plan in _plans([4000, 2001, 3000], threads=64):
         if plan.mask is not None:
             assert (plan.mask == 0).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 64])
+@pytest.mark.parametrize("own", [(1, 1), (3, 40, 1), (700, 2)])
+def test_requests_that_share_read_what_is_shared_and_their_own_keys_alone(
+    own: tuple[int, ...], threads: int
+) -> None:
+    shared = SharedRange(tuple(range(1, len(own) + 1)), 0, 1500)
+    slots = torch.arange((1 + len(own)) * 3000).view(-1, 3000).int()
+    slots[1:, :1500] = slots[1, :1500]
+    lengths = [3000, *(1500 + n for n in own)]
+    rows = torch.arange(len(lengths))
+    plan = plan_shared_and_own(slots, rows, shared, lengths, kv_heads=3, threads=threads)
+    assert plan.rows.tolist() == list(shared.requests)
+    assert plan.mask is not None
+    assert (plan.mask == 0).any(dim=-1).all(), "a split without keys would have no softmax"
+    for row, mask in zip(plan.rows.tolist(), plan.mask[0].unbind(1), strict=True):
+        read = plan.slots.view(plan.shape)[0][mask == 0]
+        assert read.tolist() == slots[row, : lengths[row]].tolist()
+    folded = plan.mask_of_heads(2)
+    assert folded is not None
+    assert torch.equal(folded[:, :, : len(own)], folded[:, :, len(own) :])
 
 
 def test_a_buffer_serves_pools_of_other_shapes_and_dtypes() -> None:

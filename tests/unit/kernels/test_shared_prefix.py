@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rag_radix_kernels import prefix_backend, reference
-from rag_radix_kernels.grouping import MIN_SAVED_KEYS
+from rag_radix_kernels import reference
 from rag_radix_kernels.kv_gather import GatherBuffer
 from rag_radix_kernels.options import SHARED_PREFIX
 from rag_radix_kernels.prefix_backend import PrefixAttnBackend
@@ -38,6 +37,7 @@ GROUPS: dict[str, list[Path]] = {
     "nothing shared": [((f"doc {i}", 1100 + i), _q(i)) for i in range(3)],
     "no prefix": [(_q(i, 1),) for i in range(4)],
     "one level": [(DOC, _q(i)) for i in range(5)],
+    "long questions": [(DOC, _q(i, 600)) for i in range(6)],
     "a long one": [(("doc", 8000), _q(i)) for i in range(3)],
     "beside others": [(DOC, _q(0)), (("other", 900), _q(1)), (DOC, _q(2)), (_q(3),)],
     "three levels": [
@@ -51,14 +51,12 @@ GROUPS: dict[str, list[Path]] = {
     ],
     "64 requests": [(SYSTEM, (f"doc {i % 5}", 700), _q(i)) for i in range(64)],
 }
-SOME = ("alone", "one level", "three levels")
+SOME = ("alone", "one level", "long questions", "three levels")
 
 
 @pytest.fixture(autouse=True)
-def _single_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+def _single_rank() -> Any:
     torch.manual_seed(0)
-    # What these batches share is enough for an extend; a decode is to group it, too.
-    monkeypatch.setattr(prefix_backend, "MIN_SAVED_KEYS_DECODE", MIN_SAVED_KEYS)
     with get_parallel().override(attn_tp_size=1):
         yield
 
@@ -207,6 +205,16 @@ def test_a_shared_slot_is_read_once_for_the_batch(monkeypatch: pytest.MonkeyPatc
     read = _reads_of_slots(monkeypatch, batch)
     shared = batch.slots[0][1 : DOC[1]].tolist()  # the first is also what padding repeats
     assert {read[slot] for slot in shared} == {2}  # its key and its value
+
+
+def test_own_keys_are_read_with_what_is_shared_as_long_as_they_are_few() -> None:
+    few, many = (Batch([(DOC, _q(i, own)) for i in range(6)]) for own in (40, 600))
+    backend = PrefixAttnBackend(few.runner)
+    few.assert_right(few.run(backend))
+    assert (len(backend._decode_plans), len(backend._shared_plans)) == (1, 0)
+    backend = PrefixAttnBackend(many.runner)
+    many.assert_right(many.run(backend))
+    assert (len(backend._decode_plans), len(backend._shared_plans)) == (1, 1)
 
 
 def test_grouping_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
