@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from unit.storage.stores import server
 from unit.tree.prompts import DOCUMENT_TOKENS, SYSTEM, prompt
 
+from rag_radix import scheduler_hooks
 from rag_radix.control.selector import Selector
 from rag_radix.storage import preloading as preloading_module
 
@@ -180,3 +183,16 @@ def test_a_flush_ends_it(tmp_path):
         second.h.allocator.clear()
         assert preloaded(second)["state"] == "stopped"
         assert not second.h.nodes()
+
+
+def test_an_idle_server_does_not_sleep_before_it_is_done(tmp_path):
+    filled(tmp_path, ("a", 3))
+    slept = []
+    with again(tmp_path) as second:
+        scheduler = SimpleNamespace(tree_cache=second.tree)
+        scheduler_hooks._around_sleep(slept.append, scheduler)
+        assert not slept
+        preloaded(second)
+        scheduler_hooks._around_sleep(slept.append, scheduler)
+    scheduler_hooks._around_sleep(slept.append, SimpleNamespace(tree_cache=None))
+    assert len(slept) == 2
