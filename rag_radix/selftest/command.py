@@ -41,12 +41,12 @@ def add_selftest_command(commands: Any) -> None:
         f"than this (default: 0 in float32, else {MARGIN})",
     )
     parser.add_argument(
-        "--fill-tokens",
-        type=int,
-        default=1_000_000,
-        metavar="N",
-        help="largest device tier that is filled to push documents out to host "
-        "(default: %(default)s)",
+        "--fill-seconds",
+        type=float,
+        default=300,
+        metavar="S",
+        help="for how long at most prompts are computed that fill the device tier and so push "
+        "documents out to host (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="end with the result on one line")
     parser.set_defaults(run=_run)
@@ -93,8 +93,13 @@ def _selftest(options: argparse.Namespace) -> bool:
         prompt_tokens=capacity.prompt_tokens - 1,
         has_host_tier=capacity.has_host_tier,
         vocabulary=sorted(set(text)),
-        fill_limit_tokens=options.fill_tokens,
+        fill_limit_s=options.fill_seconds,
         on_round=lambda round_: print(_line(round_), file=sys.stderr, flush=True),
+        on_fill=lambda fill_s: print(
+            f"filling the device tier of {capacity.device_tokens:,} tokens takes {fill_s:.0f} s …",
+            file=sys.stderr,
+            flush=True,
+        ),
     )
     if not any(round_.device_tokens for round_ in rounds):
         raise ProfileError(

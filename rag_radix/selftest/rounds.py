@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ class Server(Protocol):
 
     def answer(self, prompt: Prompt, namespace: str) -> Answer: ...
 
-    def compute(self, prompts: Sequence[Sequence[int]], namespace: str) -> None: ...
+    def compute(self, prompt: Sequence[int], namespace: str) -> None: ...
 
 
 def run_rounds(
@@ -35,8 +36,9 @@ def run_rounds(
     prompt_tokens: int,
     has_host_tier: bool,
     vocabulary: Sequence[int],
-    fill_limit_tokens: int,
+    fill_limit_s: float,
     on_round: Callable[[Round], None] = lambda _: None,
+    on_fill: Callable[[float], None] = lambda _: None,
 ) -> list[Round]:
     """Ask every prompt in every way.
 
@@ -48,8 +50,9 @@ def run_rounds(
         prompt_tokens: Longest prompt the server takes.
         has_host_tier: Whether prefixes can go to host.
         vocabulary: Token ids for prompts that push others out.
-        fill_limit_tokens: So many of them at most are computed for that.
+        fill_limit_s: For how long they are computed at most.
         on_round: Called with each round that has ended.
+        on_fill: Called with the seconds that filling the device tier once will take.
     """
     rng = random.Random(0)
     run = uuid.uuid4().hex
@@ -81,19 +84,28 @@ def run_rounds(
     from_host = Round("loaded back from host")
     if not has_host_tier:
         from_host.skipped = "the server has no host tier"
-    elif device_tokens > fill_limit_tokens:
-        from_host.skipped = (
-            f"the device tier of {device_tokens:,} tokens is more than --fill-tokens allows to fill"
-        )
-    else:
-        size = min(FILL_PROMPT_TOKENS, prompt_tokens, device_tokens // 4)
-        for _ in range(MOST_FILLS):
-            fills = [rng.choices(vocabulary, k=size) for _ in range(device_tokens // size + 1)]
-            server.compute(fills, f"{shared}-fill")
-            answers = alone(shared)
-            if any(answer.host_hit for answer in answers):
-                end(from_host, answers)
+        end(from_host)
+        return rounds
+    size = min(FILL_PROMPT_TOKENS, prompt_tokens, device_tokens // 4)
+    start = time.monotonic()
+    for fill in range(MOST_FILLS):
+        for n in range(device_tokens // size + 1):
+            server.compute(rng.choices(vocabulary, k=size), f"{shared}-fill")
+            if fill == n == 0:
+                fill_s = (time.monotonic() - start) * device_tokens / size
+                on_fill(fill_s)
+            left_s = start + fill_limit_s - time.monotonic()
+            if left_s < 0 or fill_s > fill_limit_s:
+                from_host.skipped = (
+                    f"filling the device tier of {device_tokens:,} tokens takes {fill_s:.0f} s, and "
+                    f"may have to be done again; give it more than --fill-seconds {fill_limit_s:g}"
+                )
+                end(from_host)
                 return rounds
-        from_host.skipped = "nothing was loaded back, however much was computed besides"
+        answers = alone(shared)
+        if any(answer.host_hit for answer in answers):
+            end(from_host, answers)
+            return rounds
+    from_host.skipped = "nothing was loaded back, however much was computed besides"
     end(from_host)
     return rounds

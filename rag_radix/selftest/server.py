@@ -61,10 +61,9 @@ class TestedServer(ProfiledServer):
         }
         return _answer(self._call("/generate", body)["meta_info"])
 
-    def compute(self, prompts: Sequence[Sequence[int]], namespace: str) -> None:
-        """Have prompts in the cache that are documents as a whole."""
-        for prompt in prompts:
-            self.prefill(prompt, namespace, document_tokens=len(prompt) - 1)
+    def compute(self, prompt: Sequence[int], namespace: str) -> None:
+        """Have a prompt in the cache that is a document as a whole."""
+        self.prefill(prompt, namespace, document_tokens=len(prompt) - 1)
 
 
 def _answer(meta: dict[str, Any]) -> Answer:

@@ -39,7 +39,7 @@ class FakeServer:
         host = hit if from_host else 0
         return Answer(tokens, (self.gap,) * 16, hit - host, host)
 
-    def compute(self, prompts: Sequence[Sequence[int]], namespace: str) -> None:
+    def compute(self, prompt: Sequence[int], namespace: str) -> None:
         self.on_host.add(namespace.removesuffix("-fill"))
 
 
@@ -54,7 +54,7 @@ def rounds_of(server: FakeServer, **options: object) -> dict[str, Round]:
         "prompt_tokens": 1000,
         "has_host_tier": True,
         "vocabulary": TEXT[:100],
-        "fill_limit_tokens": 10_000,
+        "fill_limit_s": 60,
     }
     return {r.name: r for r in run_rounds(server, PROMPTS, **settings | options)}
 
@@ -90,7 +90,7 @@ def test_a_token_within_the_margin_of_the_second_best_may_differ() -> None:
     ("options", "reason"),
     [
         ({"has_host_tier": False}, "no host tier"),
-        ({"fill_limit_tokens": 100}, "--fill-tokens"),
+        ({"fill_limit_s": 0}, "--fill-seconds 0"),
     ],
 )
 def test_what_cannot_be_tested_says_why(options: dict[str, object], reason: str) -> None:
@@ -101,8 +101,17 @@ def test_what_cannot_be_tested_says_why(options: dict[str, object], reason: str)
 
 def test_a_server_that_never_loads_back_is_not_taken_for_tested() -> None:
     server = FakeServer()
-    server.compute = lambda prompts, namespace: None  # type: ignore[method-assign]
+    server.compute = lambda prompt, namespace: None  # type: ignore[method-assign]
     assert "nothing was loaded back" in rounds_of(server)["loaded back from host"].skipped
+
+
+def test_what_filling_takes_is_told_before_it_is_done() -> None:
+    told: list[float] = []
+    server = FakeServer()
+    computed: list[str] = []
+    server.compute = lambda prompt, namespace: computed.append(namespace)  # type: ignore[method-assign]
+    rounds_of(server, fill_limit_s=0, on_fill=told.append)
+    assert len(told) == len(computed) == 1
 
 
 def test_an_answer_that_ends_early_differs() -> None:
