@@ -97,8 +97,8 @@ def run_rounds(
             left_s = start + fill_limit_s - time.monotonic()
             if left_s < 0 or fill_s > fill_limit_s:
                 from_host.skipped = (
-                    f"filling the device tier of {device_tokens:,} tokens takes {fill_s:.0f} s, and "
-                    f"may have to be done again; give it more than --fill-seconds {fill_limit_s:g}"
+                    f"filling the device tier of {device_tokens:,} tokens takes {fill_s:.0f} s, "
+                    f"maybe more than once, and --fill-seconds is {fill_limit_s:g}"
                 )
                 end(from_host)
                 return rounds

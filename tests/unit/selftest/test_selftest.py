@@ -90,7 +90,7 @@ def test_a_token_within_the_margin_of_the_second_best_may_differ() -> None:
     ("options", "reason"),
     [
         ({"has_host_tier": False}, "no host tier"),
-        ({"fill_limit_s": 0}, "--fill-seconds 0"),
+        ({"fill_limit_s": 0}, "--fill-seconds is 0"),
     ],
 )
 def test_what_cannot_be_tested_says_why(options: dict[str, object], reason: str) -> None:
