@@ -238,6 +238,9 @@ def _control(rng: random.Random) -> Call:
         body = {"rids": [_name(rng) for _ in range(rng.randrange(4))]}
     elif path == "/rag/order":
         body = {"text": "Hi. ", "documents": [_name(rng) for _ in range(rng.randrange(5))]}
+        if rng.random() < 0.5:
+            spans = [{"id": _name(rng), "start": 0, "end": rng.randrange(6)}]
+            body["rag"] = {"documents": spans, "unit": "char", "salt_from": rng.choice([0, 1])}
     if rng.random() < 0.2:
         body["cache_salt"] = _name(rng)
     return Call(path, dumped(_mutated(rng, body, 0.4)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +25,7 @@ FLAGS += ["--max-total-tokens", "2048", "--hicache-ratio", "2", "--context-lengt
 FLAGS += ["--page-size", str(PAGE), "--chunked-prefill-size", "128", "--tp-size", "2"]
 FLAGS += ["--chat-template", "chatml", "--dtype", "float32", "--enable-metrics"]
 FLAGS += ["--enable-cache-report"]
+FLAGS += ["--radix-eviction-policy-config", json.dumps({"retire_older_versions": True})]
 # Every call into the tree is compared between the ranks, and a difference ends the server.
 ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 
@@ -196,3 +198,43 @@ def test_a_salt_from_without_a_salt_is_refused(server: Server) -> None:
             server.generate(**request)
         assert error.value.code == 400
         assert "needs a cache_salt" in error.value.read().decode()
+
+
+def test_calls_of_all_kinds_do_the_same_on_both_ranks(server: Server) -> None:
+    rag: dict[str, Any] = {"documents": [{"id": "public", "start": 0, "end": 9}], "unit": "char"}
+    order = {"text": "Be brief.", "documents": ["one text", "another text"], "rag": rag}
+    assert server.post("/rag/order", order) == {"order": [0, 1], "cached_tokens": 0}
+    ask(server, "one")
+    salted = {**order, "rag": {**rag, "salt_from": 1}, "cache_salt": "one"}
+    assert server.post("/rag/order", salted)["order"] == [0, 1]
+    for number in ("1", "2"):
+        request = body("one")
+        documents_ = request["sampling_params"]["custom_params"]["rag"]["documents"]
+        for each in documents_:
+            each["version"] = number
+        server.generate(**request)
+    rows = server.get("/rag/documents?sort=id")["documents"]
+    # The public text, which goes with its first version, had no version before.
+    assert [(row["id"], row["version"]) for row in rows] == [("private 2", "2"), ("public", "2")]
+    removed = server.post("/rag/invalidate", {"id": "private 2", "version": "2"})
+    assert removed["places"] == 1
+    warm = {"prefix": [7] * 20, "documents": [{"id": "w", "tokens": [9] * 80}] * 50}
+    server.post("/rag/warm", {**warm, "tokens_per_s": 200})
+    stop = urllib.request.Request(server.url + "/rag/warm", method="DELETE")
+    urllib.request.urlopen(stop, timeout=60).close()
+    server.post("/rag/invalidate", {"prefix": "w"})
+    server.post("/rag/pin", {"id": "public", "tier": "host", "ttl_s": 0.2})
+    while server.get("/rag/pins")["pins"]:
+        time.sleep(0.05)
+    assert server.get("/rag/tree")["nodes"] > 0
+    assert_intact(server)
+
+
+def test_new_weights_empty_the_trees_of_both_ranks(server: Server) -> None:
+    ask(server, "one")
+    model = server.get("/server_info")["model_path"]
+    update = {"model_path": model, "flush_cache": False}
+    assert server.post("/update_weights_from_disk", update)["success"]
+    assert server.get("/rag/tree")["nodes"] == 0
+    assert ask(server, "one")[0] == 0
+    assert_intact(server)
