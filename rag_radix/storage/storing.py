@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -183,7 +184,8 @@ class Storing:
             parent = node.parent.hash_value
             mark, key = node.mark, node.key
             # What a tenant has asked can't be read in files.
-            tokens = None if mark.namespace or key.is_bigram else key.raw_token_ids()
+            is_public = not (mark.namespace or key.is_bigram)
+            tokens = array("q", key.raw_token_ids()) if is_public else None
             self._files.promise(
                 parent[-1] if parent else None, hashes, mark.names, mark.namespace, tokens
             )
