@@ -8,7 +8,7 @@ its hottest documents to host before the first question (preloaded). The knowled
 HiCache, both over `--hicache-storage-backend file`, take turns, each first in every other round.
 
     python benchmarks/bench_restart.py [--json] [--model-path MODEL] [--documents N]
-        [--document-tokens N] [--page-size N] [--rounds N]
+        [--document-tokens N] [--page-size N] [--rounds N] [--arms knowledge-tree stock]
 """
 
 from __future__ import annotations
@@ -208,6 +208,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="only the last line, as JSON")
     parser.add_argument("--model-path", type=Path, default=_MODEL)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--document-tokens", type=int, default=1024)
     parser.add_argument("--page-size", type=int, default=16)
@@ -221,9 +222,9 @@ def main() -> None:
     options = parse_options()
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     bodies = prompts(options.documents, options.document_tokens)
-    measured = {arm: Measured() for arm in ARMS}
+    measured = {arm: Measured() for arm in options.arms}
     for number in range(options.rounds):
-        for arm in list(ARMS)[:: 1 if number % 2 == 0 else -1]:
+        for arm in options.arms[:: 1 if number % 2 == 0 else -1]:
             measure(arm, bodies, options, measured[arm])
             if not options.json:
                 print(f"round {number + 1}, {arm}: {measured[arm].summary()}", flush=True)
