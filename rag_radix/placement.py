@@ -42,8 +42,9 @@ class PlacedPrompt(NamedTuple):
     left_out: tuple[int, ...] = ()
 
     def salt_from(self, given: int | None) -> int | None:
-        """So many of the first `given` documents are left; None if there is nothing to share."""
-        if given is None:
+        """So many of the first `given` documents are left; None if there is nothing to share, or
+        if nobody knows any longer where that ends."""
+        if given is None or (given == 0 and 0 in self.left_out):
             return None
         left = min(given - sum(out < given for out in self.left_out), len(self.documents))
         return None if left == 0 != given else left

@@ -45,8 +45,8 @@ def build_index(
         raise ArgumentError(f"{source} is not a file")
     if out.exists() and not overwrite:
         raise ArgumentError(
-            f"{out} exists; choose another directory, or replace it with --overwrite "
-            "(overwrite=True)"
+            f"{out} exists; choose another directory, or replace it with overwrite "
+            "(--overwrite on the command line)"
         )
     if isinstance(encoder, str):
         encoder = load_encoder(encoder)

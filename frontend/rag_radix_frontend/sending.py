@@ -129,9 +129,10 @@ class Sender:
             annotate(data, self._strict, ticket.speculative, self._cache_salt, counts=counts)
             try:
                 yield
-            except OSError as error:
-                # The server may not know that nobody waits for it any longer.
-                if not isinstance(error, ConnectionRefusedError):
+            except Exception as error:
+                # The server, maybe behind a gateway that has given up, may not know that nobody
+                # waits for it any longer.
+                if is_transient(error) and not isinstance(error, ConnectionRefusedError):
                     WORKERS.start(partial(self._give_up, ticket.rids))
                 raise
 

@@ -64,6 +64,11 @@ class Client:
                 return orjson.loads(reply.read())
         except urllib.error.HTTPError as error:
             raise ControlError(_reason(error, self.api_key)) from None
+        except urllib.error.URLError as error:
+            raise ControlError(
+                f"no server answers at {self.url} ({error.reason}): is `rag-radix serve` running, "
+                "and is this its --url?"
+            ) from None
         except (OSError, HTTPException, ValueError) as error:
             raise ControlError(f"{self.url} doesn't answer as a server does: {error}") from None
 
