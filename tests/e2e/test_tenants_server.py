@@ -238,3 +238,22 @@ def test_new_weights_empty_the_trees_of_both_ranks(server: Server) -> None:
     assert server.get("/rag/tree")["nodes"] == 0
     assert ask(server, "one")[0] == 0
     assert_intact(server)
+
+
+def test_clients_that_vanish_leave_nothing_in_use_on_either_rank(server: Server) -> None:
+    cold = ask(server, None, None)[1]
+    server.post("/rag/invalidate", {"all": True})
+    for number in range(12):
+        request = body(f"tenant {number % 2}", private=2 + number % 3, stream=True)
+        request["sampling_params"]["max_new_tokens"] = 400
+        sent = urllib.request.Request(
+            server.url + "/generate",
+            json.dumps(request).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(sent, timeout=60) as reply:
+            assert reply.readline()
+    while server.get("/rag/stats")["device"]["locked_tokens"]:
+        time.sleep(0.1)
+    assert_intact(server)
+    assert ask(server, None, None)[1] == cold
