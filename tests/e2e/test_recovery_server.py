@@ -85,12 +85,15 @@ def scheduler_of(server: Server) -> psutil.Process:
 def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(supervised: Server) -> None:
     proxy = BreakingProxy(supervised.url)
     unbroken, broken = endpoint(supervised.url), endpoint(proxy.url)
+    before = supervised.get("/rag/stats")["requests"]["requests"]
     for question in range(6):
         expected = ask(unbroken, question, stream=True)
         # Each event repeats all before it.
         proxy.cuts = [1500 + 1700 * question]
         assert ask(broken, question, stream=True) == expected
         assert proxy.cuts == []
+    # What is sent to go on is no retrieval of its own.
+    assert supervised.get("/rag/stats")["requests"]["requests"] == before + 12
     proxy.close()
 
 
