@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from rag_radix.storage.index import PageIndex, Segment
-from rag_radix.storage.segment import SUFFIX, DamagedFileError, read_header, remove_leftovers
+from rag_radix.storage.segment import (
+    SUFFIX,
+    DamagedFileError,
+    ForeignFileError,
+    read_header,
+    remove_leftovers,
+)
 
 logger = logging.getLogger(__name__)
 
 # Between looks for files of other servers.
 _RESCAN_S = 0.5
+# Until what couldn't be read or removed is tried again.
+_REST_S = 30.0
 
 
 @dataclass(slots=True)
@@ -25,7 +34,7 @@ class FileCounters:
         read_pages: Read and found right.
         evicted_files: Left to keep the budget.
         removed_pages: Gone by invalidation.
-        damaged_files: Skipped.
+        damaged_files: Skipped, some for a while.
         failed_writes: Batches of pages that couldn't be written.
     """
 
@@ -43,6 +52,9 @@ class Directory:
     """The files of one identity in a directory, which is made if there is none. One thread at a
     time may use it.
 
+    Whatever happens to a file, it is in the index, or gone, or another's, or known to be tried
+    again: what must go can't hide in it.
+
     Attributes:
         path: Of the directory.
         index: Of the files' pages.
@@ -53,9 +65,12 @@ class Directory:
         self.index = PageIndex()
         self._counters = counters
         self._identity = identity
-        self._skipped: set[str] = set()
+        self._foreign: dict[str, int] = {}  # inodes by name
+        self._unread: set[str] = set()  # names of files whose headers couldn't be read
+        self._doomed: set[str] = set()  # of files that couldn't be removed
         self._scanned_s = 0.0
         self._scanned_mtime_ns = -1
+        self._try_again_s = 0.0
         try:
             path.mkdir(parents=True, exist_ok=True)
             remove_leftovers(path)
@@ -63,66 +78,148 @@ class Directory:
             logger.warning("Storage: %s can't be used: %s", path, error)
         self.scan()
 
-    def scan(self) -> None:
-        """Take account of files that others have written."""
+    # Files of others
+
+    def scan(self) -> bool:
+        """Take account of files that others have written; whether the directory says which there
+        are."""
         self._scanned_s = time.monotonic()
+        self._try_again_s = self._scanned_s + _REST_S
+        for name in sorted(self._doomed):
+            self._unlink(self.path / name)
         try:
-            self._scanned_mtime_ns = self.path.stat().st_mtime_ns
-            paths = sorted(self.path.glob(f"*{SUFFIX}"))
+            mtime_ns = self.path.stat().st_mtime_ns
+            with os.scandir(self.path) as entries:
+                found = {e.name: e.inode() for e in entries if e.name.endswith(SUFFIX)}
+        except (FileNotFoundError, NotADirectoryError):
+            return True
         except OSError:
-            return
-        for path in paths:
-            if not self.index.has_file(path.name) and path.name not in self._skipped:
-                try:
-                    header = read_header(path)
-                    if header.identity != self._identity:
-                        raise DamagedFileError("it belongs to another model or layout")
-                    self.index.add(Segment(path, header, path.stat().st_size))
-                except FileNotFoundError:
-                    continue
-                except (DamagedFileError, OSError, ValueError, TypeError, KeyError) as error:
-                    self._skip(path, error)
+            return False
+        self._scanned_mtime_ns = mtime_ns
+        self._unread.intersection_update(found)
+        for name, inode in sorted(found.items()):
+            segment = self.index.file_called(name)
+            known = self._foreign.get(name) if segment is None else segment.inode
+            if name not in self._doomed and known != inode:
+                self._look_at(self.path / name, inode)
+        return True
 
     def scan_if_due(self) -> bool:
         """Scan if others may have written since the last time, not all the time; whether that was
         done."""
-        now = time.monotonic()
-        if now - self._scanned_s < _RESCAN_S:
+        now_s = time.monotonic()
+        if now_s - self._scanned_s < _RESCAN_S:
             return False
-        self._scanned_s = now
+        self._scanned_s = now_s
         try:
             has_changed = self.path.stat().st_mtime_ns != self._scanned_mtime_ns
         except OSError:
             return False
-        if has_changed:
-            self.scan()
-        return has_changed
+        is_to_try_again = bool(self._unread or self._doomed) and now_s >= self._try_again_s
+        return (has_changed or is_to_try_again) and self.scan()
 
-    def add(self, segment: Segment) -> None:
-        """A file was written."""
-        self._skipped.discard(segment.path.name)
-        self.index.add(segment)
+    def scan_to_remove(self) -> None:
+        """Scan before something goes: a file that can't be read goes too, since it may be in it."""
+        if not self.scan():
+            logger.error(
+                "Storage: %s can't be read: what is removed now may come back from files that "
+                "other servers have just written. Remove it once more when it can be read",
+                self.path,
+            )
+        for name in sorted(self._unread):
+            if (segment := self.index.file_called(name)) is not None:
+                self.index.remove(segment)
+            self._unlink(self.path / name)
+        self._unread.clear()
 
-    def skip(self, segment: Segment, why: object) -> None:
-        """A file isn't what it says."""
-        self.index.remove(segment)
-        self._skip(segment.path, why)
+    def _look_at(self, path: Path, inode: int) -> None:
+        """Take account of a file, and no more of the one before it under its name."""
+        former = self.index.file_called(path.name)
+        try:
+            header = read_header(path)
+            if header.identity != self._identity:
+                raise ForeignFileError("it belongs to another model or layout")
+            self.add(Segment(path, header, path.stat().st_size, inode))
+            return
+        except FileNotFoundError:
+            pass
+        except ForeignFileError as error:
+            self._foreign[path.name] = inode
+            self._skipped(path, error)
+        except DamagedFileError as error:
+            self._remove_damaged(path, error)
+        except OSError as error:
+            if path.name not in self._unread:
+                self._unread.add(path.name)
+                self._skipped(path, error)
+            return
+        if former is not None:
+            self.index.remove(former)
 
-    def _skip(self, path: Path, why: object) -> None:
-        self._skipped.add(path.name)
+    def _skipped(self, path: Path, why: object) -> None:
         self._counters.damaged_files += 1
         logger.warning("Storage: %s is skipped: %s", path, why)
+
+    # Files that are known
+
+    def add(self, segment: Segment) -> None:
+        """A file is there."""
+        name = segment.path.name
+        self._foreign.pop(name, None)
+        self._unread.discard(name)
+        self._doomed.discard(name)
+        self.index.add(segment)
+
+    def unreadable(self, segment: Segment, why: OSError) -> None:
+        """A file can't be read now, which may pass."""
+        if not segment.readable_s:
+            self._skipped(segment.path, f"it can't be read for now: {why}")
+        segment.readable_s = time.monotonic() + _REST_S
+
+    def is_another(self, segment: Segment, why: DamagedFileError) -> bool:
+        """A page isn't what the header of its file said: whether another server has written the
+        file anew. If none has, it is damaged and goes."""
+        path = segment.path
+        if self.index.file_called(path.name) is not segment:
+            return False
+        try:
+            inode = path.stat().st_ino
+        except OSError:
+            inode = segment.inode
+        self._look_at(path, inode)
+        there = self.index.file_called(path.name)
+        if there is segment:  # its header can't be read any more
+            segment.readable_s = time.monotonic() + _REST_S
+        elif there is not None and there.header == segment.header:
+            self.index.remove(there)
+            self._remove_damaged(path, why)
+        return there is not None and there.header != segment.header
+
+    def _remove_damaged(self, path: Path, why: DamagedFileError) -> None:
+        self._skipped(path, f"{why}. It is removed")
+        self._unlink(path)
 
     def remove(self, segment: Segment) -> None:
         """Let a file be found no more, on disk neither."""
         self.index.remove(segment)
+        self._unlink(segment.path)
+
+    def clear(self) -> None:
+        """Remove all files but those of others."""
+        self.scan_to_remove()
+        for segment in self.index:
+            self.remove(segment)
+
+    def _unlink(self, path: Path) -> None:
         try:
-            segment.path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            self._doomed.discard(path.name)
         except OSError as error:
-            self._skipped.add(segment.path.name)
-            logger.error(
-                "Storage: %s can't be removed (%s): remove it by hand, or it is read after the "
-                "next start",
-                segment.path,
-                error,
-            )
+            if path.name not in self._doomed:
+                self._doomed.add(path.name)
+                logger.error(
+                    "Storage: %s can't be removed (%s), which is tried again: remove it by hand "
+                    "before the next start, or it is read then",
+                    path,
+                    error,
+                )

@@ -21,6 +21,7 @@ from rag_radix.storage.segment import (
     packed,
     page_digest,
     read_pages,
+    right_pages,
     segment_bytes,
     unpacked,
     write_segment,
@@ -79,9 +80,9 @@ class SegmentFiles:
     # Looking
 
     def look(self) -> None:
-        """Take account of all that others have written up to now."""
+        """Before something goes: take account of all that others have written up to now."""
         with self._lock:
-            self._there.scan()
+            self._there.scan_to_remove()
 
     def count(self, hashes: Sequence[str]) -> int:
         """How many of `hashes`, consecutive pages, are there from the first on."""
@@ -119,8 +120,8 @@ class SegmentFiles:
     # Reading
 
     def read(self, hashes: Sequence[str], pages: Sequence[memoryview]) -> int:
-        """Read consecutive pages; returns how many are right from the first on. Files that are
-        damaged are skipped from then on."""
+        """Read consecutive pages; returns how many are right from the first on. A file that is
+        damaged goes; one that can't be read is left alone for a while."""
         done = 0
         while done < len(hashes):
             with self._lock:
@@ -129,15 +130,23 @@ class SegmentFiles:
                 break
             first = segment.header.hashes.index(hashes[done])
             run = _common(segment.header.hashes[first:], hashes[done:])
+            wanted = pages[done : done + run]
             try:
-                read_pages(segment.path, segment.header, first, pages[done : done + run])
+                read_pages(segment.path, segment.header, first, wanted)
             except FileNotFoundError:  # another server has removed it
                 with self._lock:
                     self._index.remove(segment)
                 break
-            except (DamagedFileError, OSError) as error:
+            except OSError as error:
                 with self._lock:
-                    self._there.skip(segment, error)
+                    self._there.unreadable(segment, error)
+                done += right_pages(segment.header, first, wanted)
+                break
+            except DamagedFileError as error:
+                done += right_pages(segment.header, first, wanted)
+                with self._lock:
+                    if self._there.is_another(segment, error):
+                        continue
                 break
             done += run
         self.counters.read_pages += done
@@ -194,7 +203,7 @@ class SegmentFiles:
             self._give_up(promise)
             return True
         try:
-            size = write_segment(path, header, pages)
+            status = write_segment(path, header, pages)
         except OSError as error:
             self.counters.failed_writes += 1
             self._give_up(promise)
@@ -210,10 +219,10 @@ class SegmentFiles:
             return False
         self._has_warned = False
         with self._lock:
-            self._there.add(Segment(path, header, size))
+            self._there.add(Segment(path, header, status.st_size, status.st_ino))
         self.counters.written_files += 1
         self.counters.written_pages += len(pages)
-        self.counters.written_bytes += size
+        self.counters.written_bytes += status.st_size
         return True
 
     def break_promises(self) -> None:
@@ -286,9 +295,9 @@ class SegmentFiles:
                     tokens=packed(tokens[: len(tokens) // len(header.hashes) * kept]),
                 )
                 path = self.directory / file_name(shorter.hashes)
-                size = write_segment(path, shorter, pages)
+                status = write_segment(path, shorter, pages)
                 self._there.remove(segment)
-                self._there.add(Segment(path, shorter, size))
+                self._there.add(Segment(path, shorter, status.st_size, status.st_ino))
                 return
             except (DamagedFileError, OSError) as error:
                 logger.warning("Storage: %s is given up whole: %s", segment.path, error)
@@ -310,11 +319,10 @@ class SegmentFiles:
         return self.discard([*promised, *(segment.header.hashes[0] for segment in segments)])
 
     def clear(self) -> None:
-        """Remove all files."""
+        """Remove all files, also those that couldn't be read."""
         with self._writing, self._lock:
             self._promises.clear()
-            for segment in self._index:
-                self._there.remove(segment)
+            self._there.clear()
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:

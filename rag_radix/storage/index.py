@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,18 @@ _K = TypeVar("_K")
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A file that is there."""
+    """A file that is there.
+
+    Attributes:
+        inode: Of the file with this header; whoever writes it anew makes another one.
+        readable_s: From when on it may be read again, as `time.monotonic` counts.
+    """
 
     path: Path
     header: Header
     bytes: int
+    inode: int
+    readable_s: float = 0.0
 
 
 class StoredPath(NamedTuple):
@@ -64,8 +72,8 @@ class PageIndex:
     def __iter__(self) -> Iterator[Segment]:
         return iter(list(self._segments.values()))
 
-    def has_file(self, name: str) -> bool:
-        return name in self._segments
+    def file_called(self, name: str) -> Segment | None:
+        return self._segments.get(name)
 
     def file_of(self, page: str | None) -> Segment | None:
         return None if page is None else self._pages.get(page)
@@ -76,8 +84,13 @@ class PageIndex:
         return [] if segment is None else [segment, *self._copies.get(page, ())]
 
     def count(self, hashes: Sequence[str]) -> int:
-        """How many of `hashes`, consecutive pages, are there from the first on."""
-        return next((i for i, page in enumerate(hashes) if page not in self._pages), len(hashes))
+        """How many of `hashes`, consecutive pages, are there and readable from the first on."""
+        now_s = time.monotonic()
+        for number, page in enumerate(hashes):
+            segment = self._pages.get(page)
+            if segment is None or segment.readable_s > now_s:
+                return number
+        return len(hashes)
 
     def add(self, segment: Segment) -> None:
         if (former := self._segments.get(segment.path.name)) is not None:
@@ -94,8 +107,10 @@ class PageIndex:
         self.bytes += segment.bytes
 
     def remove(self, segment: Segment) -> None:
-        if self._segments.pop(segment.path.name, None) is None:
+        """Forget a file, unless it has been replaced under its name."""
+        if self._segments.get(segment.path.name) is not segment:
             return
+        del self._segments[segment.path.name]
         for page in segment.header.hashes:
             copies = self._copies.get(page, [])
             if self._pages[page] is not segment:
@@ -208,6 +223,10 @@ class PageIndex:
             above = self.before(end)
             for _ in range(length - 1):
                 if above is None or is_kept(above) or not gone.issuperset(self.next(above)):
+                    break
+                if above not in self._pages:  # damaged: the beginning lies beyond it
+                    for each in self._marked.get(self._pages[end].header.mark, ()):
+                        gone.update(each.header.hashes)
                     break
                 gone.add(above)
                 above = self.before(above)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import NamedTuple
 
 import orjson
@@ -29,11 +29,14 @@ _MAGIC = b"RAGRADIX"
 _PREFIX = struct.Struct("<8sII16s")  # magic, format version, header bytes, header digest
 _MAX_HEADER_BYTES = 64 << 20
 _LEFTOVER_S = 3600.0
-_numbers = count()
 
 
 class DamagedFileError(Exception):
     """A file isn't what it should be; the message says how."""
+
+
+class ForeignFileError(DamagedFileError):
+    """A file is another's, or of another version."""
 
 
 class Name(NamedTuple):
@@ -97,8 +100,10 @@ def page_digest(page: memoryview | bytes) -> str:
     return sha256(page).hexdigest()[:32]
 
 
-def write_segment(path: Path, header: Header, pages: Sequence[memoryview | bytes]) -> int:
-    """Write a file that is whole as soon as it is there; returns its bytes.
+def write_segment(
+    path: Path, header: Header, pages: Sequence[memoryview | bytes]
+) -> os.stat_result:
+    """Write a file that is whole as soon as it is there; returns its status.
 
     Raises:
         OSError: It can't be written. Nothing is left of it.
@@ -118,54 +123,77 @@ def _encoded(header: Header) -> bytes:
     return _PREFIX.pack(_MAGIC, FORMAT_VERSION, len(text), digest) + text
 
 
-def write_atomically(path: Path, parts: Sequence[memoryview | bytes]) -> int:
-    """Write `parts` to a file beside `path` and let it take the place of `path`.
+def write_atomically(path: Path, parts: Sequence[memoryview | bytes]) -> os.stat_result:
+    """Write `parts` to a file beside `path` and let it take the place of `path`; returns its
+    status.
 
     Raises:
         OSError: It can't be written. Nothing is left of it.
     """
-    temporary = path.with_name(f".{os.getpid()}-{next(_numbers)}{_TEMPORARY}")
+    # Servers in containers may have the same process id.
+    temporary = path.with_name(f".{token_hex(12)}{_TEMPORARY}")
     try:
         with temporary.open("wb") as file:
             with suppress(OSError):  # there are file systems without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.writelines(parts)
             file.flush()
+            status = os.fstat(file.fileno())
             temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    return sum(len(part) for part in parts)
+    return status
 
 
 def read_header(path: Path) -> Header:
     """Read and verify what a file says of itself.
 
     Raises:
-        DamagedFileError: It isn't one of ours, is of another version, or isn't whole.
+        ForeignFileError: It isn't one of ours, or is of another version.
+        DamagedFileError: It isn't whole.
         OSError: It can't be read.
     """
     with path.open("rb") as file:
         start = file.read(_PREFIX.size)
+        if not _MAGIC.startswith(start[: len(_MAGIC)]):
+            raise ForeignFileError("it isn't a file of KV")
         if len(start) < _PREFIX.size:
             raise DamagedFileError("it is too short")
-        magic, version, length, digest = _PREFIX.unpack(start)
-        if magic != _MAGIC:
-            raise DamagedFileError("it isn't a file of KV")
+        _, version, length, digest = _PREFIX.unpack(start)
         if version != FORMAT_VERSION:
-            raise DamagedFileError(f"it has format {version}, not {FORMAT_VERSION}")
+            raise ForeignFileError(f"it has format {version}, not {FORMAT_VERSION}")
         text = file.read(min(length, _MAX_HEADER_BYTES))
         if sha256(text).digest()[:16] != digest:
             raise DamagedFileError("its header is damaged")
         size = os.fstat(file.fileno()).st_size
-    fields = orjson.loads(text)
-    fields["hashes"] = tuple(fields["hashes"])
-    fields["digests"] = tuple(fields["digests"])
-    fields["names"] = tuple(Name(*name) for name in fields["names"])
-    header = Header(**fields)
+    header = _decoded(text)
     if size != _PREFIX.size + length + header.page_bytes * len(header.hashes):
         raise DamagedFileError("it is cut off")
     return header
+
+
+def _decoded(text: bytes) -> Header:
+    try:
+        fields = orjson.loads(text)
+        fields["hashes"] = tuple(fields["hashes"])
+        fields["digests"] = tuple(fields["digests"])
+        fields["names"] = tuple(Name(*name) for name in fields["names"])
+        header = Header(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedFileError(f"its header can't be understood: {error}") from None
+    hashes = header.hashes
+    chain = {header.parent, *hashes}
+    if not hashes or len(chain) <= len(hashes) or len(header.digests) != len(hashes):
+        raise DamagedFileError("its header contradicts itself")
+    return header
+
+
+def right_pages(header: Header, first: int, pages: Sequence[memoryview]) -> int:
+    """How many of `pages`, from `first` on, are those of a file, up to one that isn't."""
+    digests = header.digests[first:]
+    wrong = (i for i, page in enumerate(pages) if page_digest(page) != digests[i])
+    return next(wrong, len(pages))
 
 
 def read_pages(path: Path, header: Header, first: int, pages: Sequence[memoryview]) -> None:
