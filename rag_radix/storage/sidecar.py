@@ -35,8 +35,8 @@ class Sidecar:
 
     def read(self) -> bytes:
         """The verified text; empty where there is none, or one that is damaged."""
-        remove_leftovers(self._path.parent)
         try:
+            remove_leftovers(self._path.parent)
             digest, _, text = self._path.read_bytes().partition(b"\n")
         except FileNotFoundError:
             return b""
