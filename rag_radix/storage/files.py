@@ -171,30 +171,40 @@ class SegmentFiles:
 
         Returns: False when they couldn't be written, the first time: SGLang warns of each.
         """
+        is_written = True
         with self._writing:
             with self._lock:
-                promise = self._promises.take(hashes)
-                there = self._index.count(hashes)
-            if promise is None or there == len(hashes):
-                return True
-            rest = tuple(hashes[there:])
-            parent = promise.parent[rest[0]]
-            if parent is not None and parent not in self._index:
-                self._give_up(promise)  # nothing would reach it
-                return True
-            header = Header(
-                identity=self._identity,
-                parent=parent,
-                hashes=rest,
-                digests=(),
-                page_bytes=len(pages[0]),
-                mark=promise.mark,
-                mark_pages=len(promise.parent),
-                names=promise.names,
-                namespace=promise.namespace,
-                tokens=packed(promise.tokens_of(rest)),
-            )
-            return self._write(promise, header, pages[there:])
+                taken = self._promises.take(hashes)
+            for promise, run in taken:
+                part = slice(run.start, run.stop)
+                is_written &= self._write_promised(promise, tuple(hashes[part]), pages[part])
+        return is_written
+
+    def _write_promised(
+        self, promise: Promise, hashes: tuple[str, ...], pages: Sequence[memoryview]
+    ) -> bool:
+        with self._lock:
+            there = self._index.count(hashes)
+        if there == len(hashes):
+            return True
+        rest = hashes[there:]
+        parent = promise.parent[rest[0]]
+        if parent is not None and parent not in self._index:
+            self._give_up(promise)  # nothing would reach it
+            return True
+        header = Header(
+            identity=self._identity,
+            parent=parent,
+            hashes=rest,
+            digests=(),
+            page_bytes=len(pages[0]),
+            mark=promise.mark,
+            mark_pages=len(promise.parent),
+            names=promise.names,
+            namespace=promise.namespace,
+            tokens=packed(promise.tokens_of(rest)),
+        )
+        return self._write(promise, header, pages[there:])
 
     def _write(self, promise: Promise, header: Header, pages: Sequence[memoryview]) -> bool:
         header = replace(header, digests=tuple(map(page_digest, pages)))

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rag_radix.storage.segment import Name
 
@@ -13,7 +14,7 @@ _RETRY_S = 30.0
 _LONGEST_RETRY_S = 960.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Promise:
     """Pages that may be written.
 
@@ -23,6 +24,7 @@ class Promise:
         names: Documents of the node.
         namespace: Name of the one that it is in.
         tokens: Of all pages; none where files mustn't have them.
+        is_broken: Whether a page of it was discarded before it was written.
     """
 
     parent: dict[str, str | None]
@@ -30,6 +32,7 @@ class Promise:
     names: tuple[Name, ...]
     namespace: str
     tokens: array[int]
+    is_broken: bool = False
 
     def tokens_of(self, pages: Sequence[str]) -> array[int]:
         """Of consecutive pages."""
@@ -62,14 +65,22 @@ class Promises:
         promise = Promise(chain, hashes[-1], tuple(names), namespace, tokens or array("q"))
         self._promised.update(dict.fromkeys(hashes, promise))
 
-    def take(self, hashes: Sequence[str]) -> Promise | None:
-        """What was promised of consecutive pages of a node, which is no promise any more; None
-        unless all of them were."""
+    def take(self, hashes: Sequence[str]) -> list[tuple[Promise, range]]:
+        """What was promised of `hashes`, consecutive pages, and is promised no more: by promise,
+        and which of `hashes`. The nodes may have been cut since `hashes` were one's, or been
+        promised anew in other pieces; nothing of a promise of which a page was discarded."""
         promises = [self._promised.pop(page, None) for page in hashes]
-        return None if None in promises else promises[-1]
+        taken, start = [], 0
+        for promise, run in groupby(promises):
+            end = start + len(list(run))
+            if promise is not None and not promise.is_broken:
+                taken.append((promise, range(start, end)))
+            start = end
+        return taken
 
     def discard(self, page: str) -> None:
-        self._promised.pop(page, None)
+        if (promise := self._promised.pop(page, None)) is not None:
+            promise.is_broken = True
 
     def pages_in(self, namespace: str) -> list[str]:
         return [page for page, each in self._promised.items() if each.namespace == namespace]

@@ -123,6 +123,33 @@ def test_what_is_promised_and_discarded_is_not_written(tmp_path):
     assert len(files) == 0
 
 
+def test_what_is_promised_anew_in_other_pieces_while_it_waits_is_written_as_promised(tmp_path):
+    files = opened(tmp_path)
+    whole = [page(each) for each in "abcd"]
+    files.promise(None, ("a", "b", "c", "d"), [doc("whole", 4)])
+    files.promise(None, ("a", "b"), ())
+    files.promise("b", ("c", "d"), [doc("half")])
+    files.write(tuple("abcd"), whole)
+    for half in ("ab", "cd"):
+        files.write(tuple(half), [page(each) for each in half])
+    assert not len(files._promises)
+    other = opened(tmp_path)
+    assert read(other, "a", "b", "c", "d") == 4
+    assert other.marks() == ["b", "d"]
+    assert (other.names_at("b"), other.names_at("d")) == ((), (doc("half"),))
+
+
+@pytest.mark.parametrize("anew", ["ab", "abc", "abcd"])
+def test_what_is_discarded_while_it_waits_and_promised_anew_in_part_is_written(tmp_path, anew):
+    files = opened(tmp_path)
+    files.promise(None, ("a", "b", "c", "d"), ())
+    files.discard(["a"])
+    files.promise(None, tuple(anew), ())
+    files.write(tuple("abcd"), [page(each) for each in "abcd"])
+    files.write(tuple(anew), [page(each) for each in anew])
+    assert opened(tmp_path).count(tuple("abcd")) == len(anew)
+
+
 def test_a_document_goes_with_its_own_pages_and_not_with_a_head_that_others_share(tmp_path):
     files = opened(tmp_path)
     store(files, "s")
