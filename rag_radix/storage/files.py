@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rag_radix.storage.budget import Budget
 from rag_radix.storage.directory import Directory, FileCounters
 from rag_radix.storage.index import Segment, StoredPath
 from rag_radix.storage.promises import Promise, Promises
@@ -22,15 +23,11 @@ from rag_radix.storage.segment import (
     page_digest,
     read_pages,
     right_pages,
-    segment_bytes,
     unpacked,
     write_segment,
 )
 
 logger = logging.getLogger(__name__)
-
-# Of the budget: made free beyond what is needed, so that not every write has to look for victims.
-_EVICTED_AHEAD = 0.02
 
 
 class SegmentFiles:
@@ -57,10 +54,9 @@ class SegmentFiles:
         self.directory = directory
         self.counters = FileCounters()
         self._identity = identity
-        self._budget_bytes = budget_bytes
-        self._priority = priority
-        self._lock = threading.RLock()  # of the two that follow
+        self._lock = threading.RLock()  # of the three that follow
         self._there = Directory(directory, identity, self.counters)
+        self._budget = Budget(self._there, budget_bytes, priority, self.counters)
         self._promises = Promises()
         self._index = self._there.index
         self._writing = threading.Lock()  # taken before `_lock`
@@ -174,6 +170,7 @@ class SegmentFiles:
         is_written = True
         with self._writing:
             with self._lock:
+                self._budget.keep()
                 taken = self._promises.take(hashes)
             for promise, run in taken:
                 part = slice(run.start, run.stop)
@@ -209,7 +206,9 @@ class SegmentFiles:
     def _write(self, promise: Promise, header: Header, pages: Sequence[memoryview]) -> bool:
         header = replace(header, digests=tuple(map(page_digest, pages)))
         path = self.directory / file_name(header.hashes)
-        if not self._make_room(header):
+        with self._lock:
+            has_room = self._budget.make_room(header)
+        if not has_room:
             self._give_up(promise)
             return True
         try:
@@ -251,25 +250,10 @@ class SegmentFiles:
 
     # Leaving
 
-    def _make_room(self, header: Header) -> bool:
-        """Let the files of lowest priority leave, the last of a path first, until the budget has
-        room; False when what would have to leave is worth more."""
-        budget = self._budget_bytes
-        if budget is None or self.bytes + (wanted := segment_bytes(header)) <= budget:
-            return True
-        priority = self._priority(header.mark)
-        goal = budget - wanted - int(_EVICTED_AHEAD * budget)
+    def keep_budget(self) -> None:
+        """See `Budget.keep`."""
         with self._lock:
-            above = self._index.file_of(header.parent)
-            for segment in self._index.victims(self._priority):
-                has_room = self.bytes + wanted <= budget
-                if self.bytes <= goal or (
-                    segment is above or self._priority(segment.header.mark) > priority
-                ):
-                    return has_room
-                self._there.remove(segment)
-                self.counters.evicted_files += 1
-            return self.bytes + wanted <= budget
+            self._budget.keep()
 
     def discard(self, hashes: Iterable[str]) -> int:
         """Let `hashes` and all pages below them be found no more, on disk neither; what was

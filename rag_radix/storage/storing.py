@@ -99,6 +99,7 @@ class Storing:
         backend.open(self._files)
         sidecar = Sidecar(directory / "statistics.json")
         restore(tree, self.marks, sidecar.read())
+        self._files.keep_budget()  # by what they are worth
         self._sidecar = sidecar if config.tp_rank == 0 and config.attn_cp_rank == 0 else None
         logger.info(
             "Storage: %s, %d files with %.1f MiB, statistics of %d nodes and %d documents",

@@ -187,37 +187,6 @@ def test_names_of_documents_are_in_the_files(tmp_path):
     assert files.named("alias") == []
 
 
-def size_of_one(tmp_path):
-    files = opened(tmp_path / "probe")
-    store(files, "a")
-    return files.bytes
-
-
-def test_the_lowest_priority_leaves_first_and_the_end_of_a_path_before_its_beginning(tmp_path):
-    one = size_of_one(tmp_path)
-    priorities = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 9.0, "e": 9.0}
-    files = opened(tmp_path / "files", budget=int(one * 3.5), priorities=priorities)
-    store(files, "a")
-    store(files, "c", parent="a")
-    store(files, "b")
-    store(files, "d")
-    assert [files.count([h]) for h in "abcd"] == [1, 0, 1, 1]
-    store(files, "e")
-    assert [files.count([h]) for h in "acde"] == [1, 0, 1, 1]
-    assert files.bytes <= one * 3.5
-    on_disk = sum(path.stat().st_size for path in (tmp_path / "files").iterdir())
-    assert on_disk == files.bytes
-
-
-def test_what_is_worth_less_than_all_that_is_there_is_not_written(tmp_path):
-    one = size_of_one(tmp_path)
-    priorities = {"a": 3.0, "b": 2.0}
-    files = opened(tmp_path / "files", budget=int(one * 1.5), priorities=priorities)
-    store(files, "a")
-    store(files, "b")
-    assert [files.count([h]) for h in "ab"] == [1, 0]
-
-
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_that_fails_is_warned_of_once_and_used_again_when_it_is_well(
     tmp_path, monkeypatch, caplog, error
