@@ -17,7 +17,7 @@ WALL_CLOCK = {
     ("datetime", "today"),
 }
 # What is said of a date, and the age of files, which the system stamps by that clock.
-ALLOWED = {"rag_radix/profile/file.py", "rag_radix/storage/files.py"}
+ALLOWED = {"rag_radix/profile/file.py", "rag_radix/storage/segment.py"}
 
 
 def readings(source: str) -> list[int]:
