@@ -212,6 +212,19 @@ def test_a_file_that_cannot_be_removed_is_found_no_more_and_removed_later(
     assert files_of(tmp_path) == []
 
 
+def test_a_directory_that_cannot_be_read_before_something_goes_is_told(
+    tmp_path, monkeypatch, caplog
+):
+    files = opened(tmp_path)
+    store(files, "a", "b")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "scandir", failing)
+        files.look()
+    assert "Remove it once more when it can be read" in caplog.text
+    files.discard(["a"])
+    assert files_of(tmp_path) == []
+
+
 def test_a_document_that_cannot_be_removed_may_be_stored_again(tmp_path, monkeypatch):
     files = opened(tmp_path)
     store(files, "a", "b")
