@@ -46,6 +46,7 @@ class Answer:
     tokens: tuple[int, ...]
     device_hit: int
     host_hit: int
+    storage_hit: int
 
 
 def make_prompts(count: int, *, page_size: int, chunk_tokens: int, seed: int = 7) -> list[Prompt]:
@@ -92,7 +93,8 @@ def make_prompts(count: int, *, page_size: int, chunk_tokens: int, seed: int = 7
 def ask(server: Server, prompt: Prompt, **fields: Any) -> Answer:
     reply = server.generate(**prompt.body(**fields))
     details = reply["meta_info"].get("cached_tokens_details") or {}
-    return Answer(tuple(reply["output_ids"]), details.get("device", 0), details.get("host", 0))
+    hits = (details.get(tier, 0) for tier in ("device", "host", "storage"))
+    return Answer(tuple(reply["output_ids"]), *hits)
 
 
 def ask_all(server: Server, prompts: Sequence[Prompt], *, concurrency: int) -> list[Answer]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from e2e.cpu_server import running_server
 from e2e.exactness import ask, ask_all, assert_intact, make_prompts
+from e2e.plugins import environment_with
 from e2e.tiny_model import make_tiny_llama
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -33,24 +33,8 @@ def register():
 
     L2TransferEngine.submit_device_to_host = submit_or_not
 """
-
-
-def failing_copies(folder: Path) -> dict[str, str]:
-    """Environment of a server whose second rank fails to copy now and then."""
-    folder.mkdir()
-    (folder / "failing_copies.py").write_text(PLUGIN)
-    info = folder / "failing_copies-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing-copies\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nfailing-copies = failing_copies:register\n"
-    )
-    return {
-        "PYTHONPATH": str(folder),
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-        # Every call into the tree is compared between the ranks, and a difference ends the server.
-        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
-    }
+# Every call into the tree is compared between the ranks, and a difference ends the server.
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 
 
 @pytest.mark.parametrize("swap_out", ["on_evict", "eager"])
@@ -61,7 +45,7 @@ def test_copies_that_fail_on_one_rank_cost_hits_and_nothing_else(tmp_path, swap_
         flags += ["--file-storage-path", str(tmp_path / "files")]
     prompts = make_prompts(24, page_size=16, chunk_tokens=128)
     rng, host_hit = random.Random(1), 0
-    env = failing_copies(tmp_path / "plugin")
+    env = environment_with(PLUGIN, tmp_path / "plugin") | TWO_RANKS
     with running_server(make_tiny_llama(tmp_path / "model"), *flags, env=env) as server:
         expected = [ask(server, prompt).tokens for prompt in prompts]
         assert len(set(expected)) > len(prompts) // 2
