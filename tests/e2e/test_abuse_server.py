@@ -21,12 +21,17 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 FLAGS = ["--radix-cache-backend", "knowledge-tree", "--enable-hierarchical-cache"]
 FLAGS += ["--max-total-tokens", "2048", "--hicache-ratio", "2", "--context-length", "1024"]
 FLAGS += ["--chat-template", "chatml", "--dtype", "float32", "--chunked-prefill-size", "128"]
+# Every call into the tree is compared between the ranks, and a difference ends the server.
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     model = make_tiny_llama(tmp_path_factory.mktemp("model"))
-    with running_server(model, *FLAGS) as running:
+    flags, env = [*FLAGS, "--tp-size", str(request.param)], TWO_RANKS if request.param == 2 else {}
+    with running_server(model, *flags, env=env) as running:
         yield running
 
 
