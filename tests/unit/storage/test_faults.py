@@ -137,35 +137,3 @@ def test_a_backend_that_fails_at_random_costs_only_hits(tmp_path, monkeypatch):
                 names = [("a", "b"), ("b",), ("c", "a"), ("d",)][question % 4]
                 found += store.ask(prompt(*names, question=question)).from_storage
     assert found > 0
-
-
-def test_a_node_cut_while_it_waits_and_offered_again_is_written(tmp_path, monkeypatch, caplog):
-    from rag_radix.storage import promises, storing
-
-    monkeypatch.setattr(storing, "_POLLS", 1)
-    monkeypatch.setattr(promises, "_RETRY_S", 0.0)
-    go_on, write, writes = threading.Event(), files_module.write_segment, []
-
-    def fail_once_and_be_slow(path, *args):
-        writes.append(path)
-        if len(writes) == 1:
-            raise OSError(errno.EIO, "no")
-        go_on.wait(20)
-        return write(path, *args)
-
-    monkeypatch.setattr(files_module, "write_segment", fail_once_and_be_slow)
-    with server(tmp_path) as store:
-        store.h.serve(*prompt("x", system=range(300, 320)))
-        store.wait(lambda: len(writes) == 1)
-        store.h.serve(*prompt("y", system=range(400, 420)))
-        store.wait(lambda: len(writes) == 2)
-        store.h.serve(*prompt("abc"))  # waits behind it
-        tokens, _ = prompt("abc", question=1)
-        store.h.serve([*tokens[:40], 5, 6, 7], [("other", 20, 40)])  # cuts a document
-        for _ in range(5):
-            store.tree.check_hicache_events()
-        go_on.set()
-        store.settle()
-    assert "backup failed" not in caplog.text
-    with server(tmp_path) as second:
-        assert second.ask(prompt("abc", question=2)).from_storage == SYSTEM_AND_ONE
