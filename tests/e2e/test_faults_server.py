@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date, timedelta
 from pathlib import Path
 
 import psutil
@@ -197,6 +198,7 @@ def test_storage_that_fails_on_one_rank_costs_hits_and_nothing_else(
         faulty.flush()
     found = faulty.ask_everything(concurrency=4)
     assert found > 0 or fault != "slow"
+    assert "is damaged" in faulty.server.log() or fault != "corrupt"
     assert found == 0 or fault in ("slow", "corrupt")  # files may be right at their beginning
     assert_intact(faulty.server)
     first = faulty.prompts[0].documents[0][0]
@@ -226,7 +228,7 @@ def test_clocks_that_jump_by_a_day_change_nothing(faulty: Faulty, rank: int | st
     faulty.ask_everything(concurrency=1)
     pin = {"id": faulty.prompts[0].documents[0][0], "tier": "host", "ttl_s": 1800}
     faulty.server.post("/rag/pin", pin)
-    done = threading.Event()
+    done, today = threading.Event(), date.today()
 
     def jump() -> None:
         while not done.is_set():
@@ -244,6 +246,8 @@ def test_clocks_that_jump_by_a_day_change_nothing(faulty: Faulty, rank: int | st
     finally:
         done.set()
         jumps.join()
+    for days in (-1, 1) if rank == "all" else ():
+        assert f"[{today + timedelta(days)} " in faulty.server.log()
     (kept,) = faulty.server.get("/rag/pins")["pins"]
     assert kept["id"] == pin["id"]
     faulty.server.post("/rag/unpin", {"id": pin["id"]})
