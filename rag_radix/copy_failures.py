@@ -89,8 +89,10 @@ class CopyFailures:
         """Which of `ids` have failed on any rank."""
         if not ids:
             return []
-        failed = torch.tensor([node_id in self._here for node_id in ids], dtype=torch.int32)
+        has_failed = [node_id in self._here for node_id in ids]
         self._here.difference_update(ids)
         if not self._tree.is_alone:
-            self._tree._all_reduce_attn_groups(failed, torch.distributed.ReduceOp.MAX)
-        return [node_id for node_id, has in zip(ids, failed.tolist(), strict=True) if has]
+            anywhere = torch.tensor(has_failed, dtype=torch.int32)
+            self._tree._all_reduce_attn_groups(anywhere, torch.distributed.ReduceOp.MAX)
+            has_failed = anywhere.tolist()
+        return [node_id for node_id, has in zip(ids, has_failed, strict=True) if has]
