@@ -11,8 +11,8 @@ block is compared. Pages larger than one token change nothing, since a page has 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ MAX_BLOCKS = 256
 MIN_SAVED_KEYS = 2048
 
 
-@dataclass(frozen=True)
-class SharedRange:
+class SharedRange(NamedTuple):
     """Positions at which some requests of a batch read the same slots.
 
     Attributes:
@@ -154,4 +153,4 @@ def _ranges(
                 parts_from = i
         if last - parts_from > 1:
             pending.append((parts_from, last, start))
-    return sorted(ranges, key=lambda r: (r.start, r.requests))
+    return sorted(ranges, key=attrgetter("start", "requests"))
