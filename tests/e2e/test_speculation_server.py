@@ -316,7 +316,8 @@ def test_cancelled_before_it_has_left_for_the_scheduler(server):
             guess.cancel()
         server.post("/continue_generation", {})
         assert guess.abort()["type"] == "abort"
-    assert added == {"started": 1, "cancelled": 1}
+    # The abort leaves right behind the request: the scheduler may have run a pass between the two.
+    assert (added["started"], added["cancelled"]) == (1, 1)
 
 
 def test_cancelled_while_it_decodes(server):
