@@ -80,7 +80,6 @@ class Answer:
     Attributes:
         rid: Its id.
         events: Events so far.
-        began_s: When the first one came.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Answer:
         self.rid = next(_rids)
         self.server = server
         self.events: list[dict[str, Any]] = []
-        self.began_s = 0.0
         self.body = request(
             *documents,
             tokens=tokens,
@@ -118,7 +116,6 @@ class Answer:
             for line in self._connection.getresponse():
                 event = line.decode().removeprefix("data: ").strip()
                 if event and event != "[DONE]":
-                    self.began_s = self.began_s or time.monotonic()
                     self.events.append(json.loads(event))
 
     def is_alive(self) -> bool:

@@ -94,10 +94,12 @@ def test_a_speculation_is_served_after_all_that_wait(server):
     with full_rows(server, waiting=0):
         guess = Answer(server, 1, speculative=True)
         until(lambda: pool(server)["waiting"] == 1)
-        others = [Answer(server, 2), Answer(server, 3)]
-        until(lambda: pool(server)["waiting"] == 3)
-    assert {answer.end()["type"] for answer in [guess, *others]} == {"length"}
-    assert guess.began_s > max(other.began_s for other in others)
+        others = [Answer(server, 2 + row, output_tokens=LONG) for row in range(ROWS)]
+        until(lambda: pool(server)["waiting"] == 1 + ROWS)
+    until(lambda: all(other.events for other in others))
+    assert not guess.events
+    assert [other.abort()["type"] for other in others] == ["abort"] * ROWS
+    assert guess.end()["type"] == "length"
 
 
 def test_a_speculation_that_decodes_counts_at_its_promotion(server):
