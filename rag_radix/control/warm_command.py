@@ -13,6 +13,10 @@ from rag_radix.control.client import Client
 from rag_radix.control.tables import counted
 from rag_radix.control.warming import DEFAULT_TOKENS_PER_S
 from rag_radix.errors import ControlError, RagRadixError
+from rag_radix.statistics import namespace_name
+
+# In a message, of a trace that may have very many.
+_NAMESPACES_TOLD = 10
 
 
 def add_warm_options(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +33,16 @@ def add_warm_options(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="those that would have saved the most prefill in a recorded trace, best first",
+        help="those that would have saved the most prefill in a recorded trace, best first, of "
+        "the requests with this --cache-salt and --extra-key; without them, of what is public",
     )
     which.add_argument("--stop", action="store_true", help="leave the documents that remain")
     parser.add_argument("--top", type=int, default=100, metavar="N", help="of --trace: so many")
+    parser.add_argument(
+        "--trace-namespace",
+        metavar="NAME",
+        help="of --trace: whose requests count, where it has names of its own for namespaces",
+    )
     parser.add_argument(
         "--prefix", default="", help="what prompts begin with, up to the first document"
     )
@@ -103,7 +113,10 @@ def _chosen(options: argparse.Namespace) -> Iterator[Any]:
             store = [parse_document(line) for line in lines if line.strip()]
             by_id = {document.id: document for document in store}.__getitem__
         if options.trace is not None:
-            ids: Any = paying_most(options.trace, options.top)
+            namespace = options.trace_namespace
+            if namespace is None:
+                namespace = namespace_name(options.extra_key, options.cache_salt)
+            ids: Any = paying_most(options.trace, options.top, namespace)
         else:
             ids = options.ids
         if ids is None:
@@ -116,21 +129,33 @@ def _chosen(options: argparse.Namespace) -> Iterator[Any]:
                 raise ControlError(f"{options.source} has no document {each!r}") from None
 
 
-def paying_most(trace: Path, count: int) -> list[str]:
-    """The `count` documents of a trace with the most tokens retrieved, all retrievals added up.
+def paying_most(trace: Path, count: int, namespace: str) -> list[str]:
+    """The `count` documents of a trace with the most tokens retrieved in a namespace, all
+    retrievals added up.
 
     Raises:
-        ControlError: The trace can't be read.
+        ControlError: The trace can't be read, or has no documents there.
     """
     from rag_radix.replay.trace import read_trace
 
     tokens: Counter[str] = Counter()
+    others: set[str] = set()
     try:
         for request in read_trace(trace):
             for document in request.documents:
-                tokens[document.id] += document.end - document.start
+                where = request.namespace_at(document.start)
+                if where == namespace:
+                    tokens[document.id] += document.end - document.start
+                else:
+                    others.add(where)
     except RagRadixError as error:
         raise ControlError(str(error)) from None
+    if not tokens:
+        known = ", ".join(map(repr, sorted(others)[:_NAMESPACES_TOLD])) or "none"
+        raise ControlError(
+            f"{trace} has no documents in the namespace {namespace!r}, only in: {known}. Give the "
+            "--cache-salt and --extra-key of its requests, or --trace-namespace"
+        )
     return sorted(tokens, key=lambda each: (-tokens[each], each))[:count]
 
 

@@ -181,6 +181,37 @@ def test_those_documents_of_a_trace_are_warmed_that_pay_most(server, tmp_path):
     assert [each["id"] for each in server.calls[-1][1]["documents"]] == ["a", "b"]
 
 
+def test_of_a_trace_with_tenants_those_documents_are_warmed_that_pay_most_for_the_one(
+    server, tmp_path, capsys
+):
+    source, trace = tmp_path / "handbook.jsonl", tmp_path / "trace.jsonl"
+    source.write_text("".join(f'{{"id": "{name}", "text": "{name}"}}\n' for name in "abc"))
+    documents = tuple(TraceDocument(n, "", i * 10, i * 10 + 10) for i, n in enumerate("abc"))
+    one = DocumentKey("", cache_salt="one").namespace
+    requests = [(one, (0, 1)), (one, (0, 1)), (one, (1,)), ("shop", (2,))]
+    write_trace(
+        trace,
+        [
+            TraceRequest(0.0, tuple(documents[i] for i in which), 50, 0, namespace, shared)
+            for namespace, which in requests
+            for shared in ([10] if 0 in which else [0])  # the document "a" is public
+        ],
+    )
+    server.answers["/rag/warm"] = 200, {**PROGRESS, "problem": None}
+    options = ["warm", str(source), "--trace", str(trace), "--url", server.url]
+    for tenant, ids in (
+        (["--cache-salt", "one"], ["b"]),
+        ([], ["a"]),
+        (["--cache-salt", "two", "--trace-namespace", "shop"], ["c"]),
+    ):
+        assert main([*options, *tenant]) == 0
+        assert [each["id"] for each in server.calls[-1][1]["documents"]] == ids
+    assert main([*options, "--cache-salt", "two"]) == 2
+    told = capsys.readouterr().err
+    assert f"only in: '', '{one}', 'shop'" in told
+    assert "--trace-namespace" in told
+
+
 def test_an_order_at_start_is_sent_once_the_server_is_up(server, tmp_path):
     order = {"documents": [{"id": "a", "text": "one"}]}
     path = tmp_path / "warm.json"
