@@ -84,6 +84,14 @@ class SpeculativeServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
+    def pool(self) -> dict[str, int | bool]:
+        """What `/rag/pool` says."""
+        return {
+            "waiting": self.waiting,
+            "max_prefill_bs": self.max_prefill_bs,
+            "accepts": self.waiting < self.max_prefill_bs,
+        }
+
     @property
     def speculations(self) -> list[Request]:
         return [request for request in self.requests if request.speculative]
@@ -124,15 +132,7 @@ class SpeculativeServer:
                 elif self.path == "/get_model_info":
                     self._send(200, {"model_path": "stub"})
                 else:
-                    accepts = server.waiting < server.max_prefill_bs
-                    self._send(
-                        200,
-                        {
-                            "waiting": server.waiting,
-                            "max_prefill_bs": server.max_prefill_bs,
-                            "accepts": accepts,
-                        },
-                    )
+                    self._send(200, server.pool())
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,7 +208,7 @@ def test_so_does_an_answer_of_a_server_that_does_not_tell_tokens(
 
 
 def test_a_server_that_comes_back_is_asked_again(tokens: TokenServer) -> None:
-    backend = endpoint(tokens.url, Retries(attempts=50, first_pause_s=0.01, longest_pause_s=0.02))
+    backend = endpoint(tokens.url, Retries(attempts=1000, first_pause_s=0.01, longest_pause_s=0.02))
     tokens.close()
     reborn: list[TokenServer] = []
     timer = threading.Timer(0.05, lambda: reborn.append(TokenServer("Back.", tokens.port)))
@@ -248,7 +247,7 @@ def test_a_refusal_is_final(tokens: TokenServer, status: int) -> None:
 
 
 def test_a_silent_server_is_given_up_and_its_late_text_dropped(tokens: TokenServer) -> None:
-    backend = endpoint(tokens.url, Retries(first_pause_s=0.001, silence_s=0.1, continues=True))
+    backend = endpoint(tokens.url, Retries(first_pause_s=0.001, silence_s=0.2, continues=True))
     tokens.stalls_after = 12
 
     def recover() -> None:
@@ -259,7 +258,7 @@ def test_a_silent_server_is_given_up_and_its_late_text_dropped(tokens: TokenServ
     assert answer(backend, stream=True)[0] == SCRIPT
     first = tokens.generating[0]["rid"]
     eventually(lambda: first in tokens.aborted)
-    assert len(tokens.generating) == 2
+    assert len(tokens.generating) >= 2  # the second may be silent for so long, too
 
 
 def test_when_all_attempts_are_used_up_the_error_says_which(
@@ -305,7 +304,8 @@ def test_a_guess_is_never_asked_again(server: SpeculativeServer, stream: bool) -
     proxy = BreakingProxy(server.url)
     backend = endpoint(proxy.url)
     proxy.cuts = [10]
-    search = Scripted(GUESS, sent(server), lambda: time.sleep(0.05), GUESS)
+    failed = lambda: eventually(lambda: backend.retrievals().failed)  # noqa: E731
+    search = Scripted(GUESS, failed, GUESS)
     state = ask(search).run(backend=backend, stream=stream)
     assert state["answer"]
     assert len(server.speculations) == 1
