@@ -15,7 +15,7 @@ from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
 from rag_radix.knowledge_tree import KnowledgeTree
 from rag_radix.profile.file import profile_mismatch
 from rag_radix.recording import TraceRecorder
-from rag_radix.settings import parse_settings, policy_name
+from rag_radix.settings import parse_settings, policy_name, served
 from rag_radix.sglang_compat import (
     ComponentType,
     check_sglang,
@@ -56,7 +56,7 @@ def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
     args = ctx.server_args
     policy = policy_name(args)
     config = args.radix_eviction_policy_config
-    tree = build_tree(ctx, policy, config)
+    tree = build_tree(ctx, policy, served(config))
     _log_start(tree, args)
     if config and "cost_table" in config and ctx.tp_rank == 0:
         _warn_of_foreign_profile(config["cost_table"], args)
@@ -75,7 +75,8 @@ def _warn_of_foreign_profile(path: str, args: Any) -> None:
 
 
 def build_tree(ctx: Any, policy: str, config: Mapping[str, Any] | None) -> KnowledgeTree:
-    """Build the tree and check that SGLang built it from our parts; for a server or without."""
+    """Build the tree and check that SGLang built it from our parts; for a server, whose config is
+    `served`, or without."""
     settings = parse_settings(policy, config, partial(_default_cost, ctx.model_config))
     if _CORE not in registered_tree_core_backends():
         register_tree_core_backend(_CORE, KnowledgeTreeCore)

@@ -34,8 +34,9 @@ class TreeSettings:
         prefill_cost: Seconds to compute new tokens behind cached ones.
         cost_source: Where `prefill_cost` comes from, for the log.
         swap_out: When a document is copied to host: at its eviction; with "hot" what many prompts
-            begin with ahead of that, to keep the copy, as always with a storage backend; with
-            "eager" all that, and every document after its prefill, so that an eviction never waits.
+            begin with ahead of that, to keep the copy, as in every server (`served`) and always
+            with a storage backend; with "eager" all that, and every document after its prefill, so
+            that an eviction never waits.
         max_depth: Documents of a prompt that get nodes of their own; None for all.
         trace: File to which each request is appended, without texts.
         reorder_window: How many younger requests may be served before a waiting one; 0
@@ -143,6 +144,12 @@ def parse_settings(
         preload_host_share=preload_share,
         **counts,
     )
+
+
+def served(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The config of a server, where what many prompts begin with always has a host copy unless
+    something else is said. A replay has no use for that: the copy spares a wait, not tokens."""
+    return {"swap_out": "hot", **(config or {})}
 
 
 def policy_name(args: Any) -> str:

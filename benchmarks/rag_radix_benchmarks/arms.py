@@ -14,7 +14,7 @@ from rag_radix.cost_model import default_cost_table
 from rag_radix.errors import ConfigError
 from rag_radix.names import BACKEND
 from rag_radix.policies import DEFAULT_POLICY
-from rag_radix.settings import parse_settings
+from rag_radix.settings import parse_settings, served
 
 KNOWLEDGE_TREE = "knowledge-tree"
 NO_CACHE = "no-cache"
@@ -137,7 +137,7 @@ def _knowledge_tree(name: str, config: dict[str, Any]) -> Arm:
     policy = config.pop("policy", DEFAULT_POLICY)
     shape = {"layers": 1, "hidden_size": 1, "intermediate_size": 1, "context_tokens": 4096}
     # Found wrong here instead of by a server that takes half a minute to say so.
-    settings = parse_settings(policy, config, lambda: default_cost_table(**shape))
+    settings = parse_settings(policy, served(config), lambda: default_cost_table(**shape))
     flags = ["--radix-cache-backend", BACKEND, "--radix-eviction-policy", policy]
     if config:
         flags += ["--radix-eviction-policy-config", json.dumps(config)]

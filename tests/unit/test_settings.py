@@ -8,7 +8,7 @@ import pytest
 
 from rag_radix.errors import ConfigError
 from rag_radix.policies import make_policy
-from rag_radix.settings import check_settings, parse_settings
+from rag_radix.settings import check_settings, parse_settings, served
 
 from .test_cost_model import TABLE
 
@@ -27,6 +27,12 @@ def test_settings_take_the_cost_table_out_of_the_policy_config(tmp_path):
     default = parse_settings("lru", None, lambda: TABLE)
     assert default.prefill_cost is TABLE
     assert default.cost_source == "the model's shape"
+
+
+def test_a_server_copies_ahead_what_many_prompts_begin_with_and_a_replay_does_not():
+    assert parse_settings("pgdsf", served(None), lambda: TABLE).swap_out == "hot"
+    assert parse_settings("pgdsf", served({"swap_out": "eager"}), lambda: TABLE).swap_out == "eager"
+    assert parse_settings("pgdsf", None, lambda: TABLE).swap_out == "on_evict"
 
 
 @pytest.mark.parametrize("key", ["reorder_window", "max_prefill_bs"])
