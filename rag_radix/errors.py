@@ -1,5 +1,9 @@
 """Errors that a user of rag-radix can meet."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class RagRadixError(Exception):
     """Root of all errors raised on purpose by rag-radix."""
@@ -39,6 +43,18 @@ class UnknownDocumentError(ControlError):
 
 class RefusedError(ControlError):
     """An operator asked for what there is no room for."""
+
+
+class IncompleteError(RagRadixError, RuntimeError):
+    """What an operator asked for was done in part; the message says what is left.
+
+    Attributes:
+        done: What was done, as plain JSON values.
+    """
+
+    def __init__(self, message: str, done: Any) -> None:
+        super().__init__(message)
+        self.done = done
 
 
 class TraceError(RagRadixError, ValueError):

@@ -272,6 +272,8 @@ def show_removed(removed: dict[str, Any]) -> str:
         f"{counted(freed['device_tokens'], 'token')} on the device and "
         f"{freed['host_tokens']:,} on host freed ({freed['bytes'] / 2**20:,.1f} MiB)"
     )
+    if storage := removed.get("storage"):
+        text += f", {counted(storage['files'], 'file')} of storage removed"
     if in_use["nodes"] or removed["requests"]:
         more = in_use["device_tokens"] + in_use["host_tokens"]
         text += (

@@ -27,6 +27,7 @@ from rag_radix.control.documents import chain
 from rag_radix.control.selector import Selector
 from rag_radix.sglang_compat import DriveHostEvictionResult, RadixKey, device_bytes_per_token
 from rag_radix.statistics import namespace_name
+from rag_radix.storage.removal import StoredRemoval
 
 if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
@@ -76,6 +77,7 @@ class Removed:
         freed: Dropped at once.
         in_use: Dropped when the requests and copies end that use it; no request finds it.
         requests: Requests in progress that publish no more.
+        storage: Its files, where storage is of files of ours.
     """
 
     places: int = 0
@@ -83,6 +85,7 @@ class Removed:
     freed: Amount = field(default_factory=Amount)
     in_use: Amount = field(default_factory=Amount)
     requests: int = 0
+    storage: StoredRemoval | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -144,7 +147,8 @@ class Retirement:
                 req.skip_radix_cache_insert = True
                 removed.requests += 1
         self._tree.control.retired(tops)
-        self._tree.storing.retire(selector, [node for top in tops for node in subtree(top)])
+        below = [node for top in tops for node in subtree(top)]
+        removed.storage = self._tree.storing.retire(selector, below)
         bytes_per_token = device_bytes_per_token(self._tree)
         for top in tops:
             for node in subtree(top):

@@ -13,7 +13,8 @@ query has the name alone, since queries are logged.
   ``prefix``, ``namespace``.
 - `GET /rag/tree`: see `tree_view`. ``depth``, ``nodes``, ``namespace``.
 - `POST /rag/invalidate`: the documents of a `selector`. Answers what was removed, see
-  `retirement.Removed`; 404 when a document that was named isn't in the tree.
+  `retirement.Removed`; 404 when a document that was named is neither in the tree nor in files, 500
+  with the answer under ``removed`` when files couldn't be removed.
 - `POST /rag/pin` ``{"id", "version", "tier", "ttl_s"}``: keep a document that is
   cached, with its prefixes, in ``tier`` ("device", the default, or "host"), for ``ttl_s`` seconds
   or for good. Answers ``{"places": n}``; 404 when it isn't cached, 409 when the tier's budget
@@ -64,6 +65,7 @@ from rag_radix.control.warming import MAX_BODY_BYTES as MAX_WARM_BYTES
 from rag_radix.control.warming import Generate, Warming, parse_order
 from rag_radix.errors import (
     ControlError,
+    IncompleteError,
     RefusedError,
     RpcError,
     TooLargeError,
@@ -116,9 +118,11 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
         )
         selector = parse_selector(body)
         ranks = await call(INVALIDATE_ACTION, selector.as_json())
-        if selector.id is not None and not any(r["places"] or r["requests"] for r in ranks):
+        if selector.id is not None and not any(map(_is_something, ranks)):
             raise UnknownDocumentError(f"{selector.description} isn't cached")
         log_action("invalidate", request, **selector.as_json(), removed=[_brief(r) for r in ranks])
+        if left := [rank["storage"] for rank in ranks if _is_left(rank["storage"])]:
+            raise IncompleteError(_what_is_left(left), merged(ranks))
         return merged(ranks)
 
     async def pin(request: Request) -> Any:
@@ -235,6 +239,8 @@ def _answering(handler: _Handler) -> Callable[..., Awaitable[Response]]:
             return _json({"error": {"message": str(error)}}, 400)
         except RpcError as error:
             return _json({"error": {"message": str(error)}}, 500)
+        except IncompleteError as error:
+            return _json({"error": {"message": str(error)}, "removed": error.done}, 500)
 
     auth_level(AuthLevel.ADMIN_OPTIONAL)(answer)
     return answer
@@ -254,6 +260,31 @@ def log_action(action: str, request: Request, **fields: Any) -> None:
 
 def _brief(removed: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in removed.items() if name != "paths"}
+
+
+def _is_something(removed: dict[str, Any]) -> bool:
+    """Whether an invalidation has found anything."""
+    storage = removed["storage"]
+    stored = storage is not None and (storage["files"] or _is_left(storage))
+    return bool(removed["places"] or removed["requests"] or stored)
+
+
+def _is_left(storage: dict[str, Any] | None) -> bool:
+    return storage is not None and not (storage["is_read"] and storage["left_files"] == 0)
+
+
+def _what_is_left(storages: list[dict[str, Any]]) -> str:
+    directory, files = storages[0]["directory"], sum(each["left_files"] for each in storages)
+    what = f"{files} files in {directory} couldn't be removed"
+    if not files:
+        what = f"{directory} couldn't be read, so files that other servers have just written are"
+        what += " there as before"
+    return (
+        f"the documents have gone from memory, and this server reads them no more, but {what}: a "
+        "server that starts with them serves them again. Removal is tried again while this one "
+        "runs; repeat the call when the directory can be written, or remove by hand the files that "
+        "the log names"
+    )
 
 
 def _json(value: Any, status: int = 200) -> Response:

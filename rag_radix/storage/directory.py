@@ -58,6 +58,9 @@ class Directory:
     Attributes:
         path: Of the directory.
         index: Of the files' pages.
+        left: Names of files that had to go and are there with all that is in them: whoever scans
+            the directory next may read them.
+        gone_files: That had to go and went.
     """
 
     def __init__(self, path: Path, identity: str, counters: FileCounters) -> None:
@@ -68,6 +71,8 @@ class Directory:
         self._foreign: dict[str, int] = {}  # inodes by name
         self._unread: set[str] = set()  # names of files whose headers couldn't be read
         self._doomed: set[str] = set()  # of files that couldn't be removed
+        self.left: set[str] = set()
+        self.gone_files = 0
         self._scanned_s = 0.0
         self._scanned_mtime_ns = -1
         self._try_again_s = 0.0
@@ -85,8 +90,7 @@ class Directory:
         are."""
         self._scanned_s = time.monotonic()
         self._try_again_s = self._scanned_s + _REST_S
-        for name in sorted(self._doomed):
-            self._unlink(self.path / name)
+        self._remove_doomed()
         try:
             mtime_ns = self.path.stat().st_mtime_ns
             with os.scandir(self.path) as entries:
@@ -118,9 +122,10 @@ class Directory:
         is_to_try_again = bool(self._unread or self._doomed) and now_s >= self._try_again_s
         return (has_changed or is_to_try_again) and self.scan()
 
-    def scan_to_remove(self) -> None:
-        """Scan before something goes: a file that can't be read goes too, since it may be in it."""
-        if not self.scan():
+    def scan_to_remove(self) -> bool:
+        """Scan before something goes: a file that can't be read goes too, since it may be in it.
+        Whether the directory says which files there are."""
+        if not (is_read := self.scan()):
             logger.error(
                 "Storage: %s can't be read: what is removed now may come back from files that "
                 "other servers have just written. Remove it once more when it can be read",
@@ -129,8 +134,19 @@ class Directory:
         for name in sorted(self._unread):
             if (segment := self.index.file_called(name)) is not None:
                 self.index.remove(segment)
-            self._unlink(self.path / name)
+            self._unlink(self.path / name, must_go=True)
         self._unread.clear()
+        return is_read
+
+    def try_to_remove(self, *, now: bool = False) -> None:
+        """Remove what couldn't be removed, if that is due or to be done `now`."""
+        if self._doomed and (now or time.monotonic() >= self._try_again_s):
+            self._try_again_s = time.monotonic() + _REST_S
+            self._remove_doomed()
+
+    def _remove_doomed(self) -> None:
+        for name in sorted(self._doomed):
+            self._unlink(self.path / name, must_go=name in self.left)
 
     def _look_at(self, path: Path, inode: int) -> None:
         """Take account of a file, and no more of the one before it under its name."""
@@ -168,6 +184,7 @@ class Directory:
         self._foreign.pop(name, None)
         self._unread.discard(name)
         self._doomed.discard(name)
+        self.left.discard(name)
         self.index.add(segment)
 
     def unreadable(self, segment: Segment, why: OSError) -> None:
@@ -199,27 +216,44 @@ class Directory:
         self._skipped(path, f"{why}. It is removed")
         self._unlink(path)
 
-    def remove(self, segment: Segment) -> None:
-        """Let a file be found no more, on disk neither."""
+    def remove(self, segment: Segment, *, must_go: bool = False) -> None:
+        """Let a file be found no more, on disk neither; it `must_go` unless it may come back."""
         self.index.remove(segment)
-        self._unlink(segment.path)
+        self._unlink(segment.path, must_go=must_go)
 
     def clear(self) -> None:
         """Remove all files but those of others."""
         self.scan_to_remove()
         for segment in self.index:
-            self.remove(segment)
+            self.remove(segment, must_go=True)
 
-    def _unlink(self, path: Path) -> None:
+    def _unlink(self, path: Path, *, must_go: bool = False) -> None:
+        name = path.name
         try:
             path.unlink(missing_ok=True)
-            self._doomed.discard(path.name)
+            self._doomed.discard(name)
         except OSError as error:
-            if path.name not in self._doomed:
-                self._doomed.add(path.name)
-                logger.error(
-                    "Storage: %s can't be removed (%s), which is tried again: remove it by hand "
-                    "before the next start, or it is read then",
-                    path,
-                    error,
+            if not (is_empty := _is_emptied(path)) and must_go:
+                self.left.add(name)
+            if name not in self._doomed:
+                self._doomed.add(name)
+                what_now = (
+                    "so it has been emptied"
+                    if is_empty
+                    else "which is tried again: remove it by hand before the next start, or it is "
+                    "read then"
                 )
+                logger.error("Storage: %s can't be removed (%s), %s", path, error, what_now)
+            if not is_empty:
+                return
+        self.left.discard(name)
+        self.gone_files += must_go
+
+
+def _is_emptied(path: Path) -> bool:
+    """Whether nothing is left in a file: where a directory can't be written, its files may."""
+    try:
+        os.truncate(path, 0)
+    except OSError:
+        return False
+    return True

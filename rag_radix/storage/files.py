@@ -75,10 +75,11 @@ class SegmentFiles:
 
     # Looking
 
-    def look(self) -> None:
-        """Before something goes: take account of all that others have written up to now."""
+    def look(self) -> bool:
+        """Before something goes: take account of all that others have written up to now. Whether
+        the directory could be read."""
         with self._lock:
-            self._there.scan_to_remove()
+            return self._there.scan_to_remove()
 
     def count(self, hashes: Sequence[str]) -> int:
         """How many of `hashes`, consecutive pages, are there from the first on."""
@@ -244,11 +245,28 @@ class SegmentFiles:
             self._promises.give_up(promise)
 
     def is_to_try_again(self) -> bool:
-        """See `Promises.is_to_try_again`."""
+        """See `Promises.is_to_try_again`. What couldn't be removed is tried again, too."""
         with self._lock:
+            self._there.try_to_remove()
             return self._promises.is_to_try_again()
 
     # Leaving
+
+    @property
+    def gone_files(self) -> int:
+        """Files that had to go and went, since start."""
+        return self._there.gone_files
+
+    @property
+    def left_files(self) -> int:
+        """Files that had to go and couldn't be removed, nor emptied."""
+        with self._lock:
+            return len(self._there.left)
+
+    def try_to_remove(self) -> None:
+        """Try once more to remove them."""
+        with self._lock:
+            self._there.try_to_remove(now=True)
 
     def keep_budget(self) -> None:
         """See `Budget.keep`."""
@@ -290,12 +308,12 @@ class SegmentFiles:
                 )
                 path = self.directory / file_name(shorter.hashes)
                 status = write_segment(path, shorter, pages)
-                self._there.remove(segment)
+                self._there.remove(segment, must_go=True)
                 self._there.add(Segment(path, shorter, status.st_size, status.st_ino))
                 return
             except (DamagedFileError, OSError) as error:
                 logger.warning("Storage: %s is given up whole: %s", segment.path, error)
-        self._there.remove(segment)
+        self._there.remove(segment, must_go=True)
 
     def discard_documents(
         self, ends: Iterable[tuple[str, int]], is_kept: Callable[[str], bool]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from rag_radix.control.selector import Selector
@@ -14,18 +17,61 @@ if TYPE_CHECKING:
     from rag_radix.storage.segment import Name
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRemoval:
+    """What has become of the files of what must go, on the rank where most of them are.
+
+    Attributes:
+        directory: Of all ranks' files.
+        files: Removed, or emptied where they couldn't be.
+        left_files: That are there with all that is in them, of this call or of an earlier one:
+            they are read no more by this server, but by whoever starts next.
+        is_read: Whether it is known which files there are.
+    """
+
+    directory: str
+    files: int
+    left_files: int
+    is_read: bool
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_read and not self.left_files
+
+
 def remove(
     tree: KnowledgeTree,
     marks: Marks,
     files: SegmentFiles | None,
     selector: Selector,
     nodes: Iterable[DocumentNode],
-) -> None:
+) -> StoredRemoval | None:
     """Let the documents that `selector` means be read no more.
 
     Args:
         nodes: What has gone from the tree by it.
+
+    Returns: What has become of their files, the same on all ranks; None where they are SGLang's.
     """
+    if files is None:
+        _remove(tree, marks, None, selector, nodes)
+        return None
+    gone_files = files.gone_files
+    is_read = _remove(tree, marks, files, selector, nodes)
+    most = torch.tensor([files.gone_files - gone_files, files.left_files, int(not is_read)])
+    tree._all_reduce_attn_groups(most, torch.distributed.ReduceOp.MAX)
+    gone, left, unread = most.tolist()
+    return StoredRemoval(str(files.directory.parent), gone, left, not unread)
+
+
+def _remove(
+    tree: KnowledgeTree,
+    marks: Marks,
+    files: SegmentFiles | None,
+    selector: Selector,
+    nodes: Iterable[DocumentNode],
+) -> bool:
+    """Returns: Whether the directory could be read."""
     # They may be reading what goes.
     for request in list(tree.ongoing_prefetch):
         tree.release_aborted_request(request)
@@ -35,13 +81,12 @@ def remove(
         if node.mark is not None:
             marks.remove(node.mark.key)
             node.mark = None
-    if files is not None:
-        files.look()
+    is_read = files is None or files.look()
     if selector.is_everything:
         marks.clear()
         if files is not None:
             files.clear()
-        return
+        return is_read
     if selector.is_all and selector.namespace is not None:
         for mark in marks:
             if mark.node is None and mark.namespace == selector.namespace:
@@ -63,6 +108,7 @@ def remove(
                 ends += absent.ends(key, length, names)
         files.discard(pages)
         files.discard_documents(ends, lambda page: absent.keeps(page, files.names_at(page)))
+    return is_read
 
 
 class _Absent:

@@ -19,7 +19,7 @@ from rag_radix.storage.marks import Marks
 from rag_radix.storage.preloading import Preloading
 from rag_radix.storage.recall import recall
 from rag_radix.storage.remembered import restore, snapshot
-from rag_radix.storage.removal import remove
+from rag_radix.storage.removal import StoredRemoval, remove
 from rag_radix.storage.sidecar import Sidecar
 
 if TYPE_CHECKING:
@@ -136,11 +136,14 @@ class Storing:
             self.preloading.stop()
 
     def finish(self) -> None:
-        """Give what is queued time to be written, and save the statistics."""
+        """Give what is queued time to be written, and save the statistics. What had to go and
+        couldn't is tried a last time."""
         controller = self._tree.cache_controller
         deadline = time.monotonic() + _FINISH_S
         while controller.backup_queue.qsize() and time.monotonic() < deadline:
             time.sleep(0.01)
+        if self._files is not None:
+            self._files.try_to_remove()
         if self._sidecar is not None:
             self._sidecar.finish(snapshot(self._tree, self.marks, self._files))
 
@@ -226,11 +229,12 @@ class Storing:
 
     # What must go
 
-    def retire(self, selector: Selector, nodes: Iterable[DocumentNode]) -> None:
+    def retire(self, selector: Selector, nodes: Iterable[DocumentNode]) -> StoredRemoval | None:
         """Let the documents that `selector` means be read no more; `nodes` have gone from the
-        tree by it."""
-        if self._files is not None or self._tree.enable_storage:
-            remove(self._tree, self.marks, self._files, selector, nodes)
+        tree by it. Returns what has become of their files, if there are files of ours."""
+        if self._files is None and not self._tree.enable_storage:
+            return None
+        return remove(self._tree, self.marks, self._files, selector, nodes)
 
     # Now and then
 

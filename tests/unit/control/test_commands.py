@@ -36,6 +36,7 @@ ROW = {
 }
 AMOUNT = {"nodes": 1, "device_tokens": 1200, "host_tokens": 34, "bytes": 3 << 20}
 REMOVED = {"places": 2, "paths": [["a"]], "freed": AMOUNT, "in_use": AMOUNT, "requests": 1}
+REMOVED |= {"storage": {"directory": "/d", "files": 4, "left_files": 0, "is_read": True}}
 
 
 class Canned:

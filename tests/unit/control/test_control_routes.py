@@ -14,7 +14,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from rag_radix.control.routes import add_control_routes
 from rag_radix.statistics import DocumentKey
 
-REMOVED = {"places": 1, "paths": [["a"]], "requests": 0}
+REMOVED = {"places": 1, "paths": [["a"]], "requests": 0, "storage": None}
 ACCEPTING = {"waiting": 0, "max_prefill_bs": 4, "accepts": True}
 
 
@@ -71,12 +71,40 @@ def test_a_malformed_invalidation_says_what_is_wrong_and_does_nothing(body, prob
 
 
 def test_an_unknown_document_is_not_found():
-    nothing = {"places": 0, "paths": [], "requests": 0}
+    nothing = {"places": 0, "paths": [], "requests": 0, "storage": None}
     reply = client(nothing, nothing).post("/rag/invalidate", json={"id": "a", "version": "2"})
     assert reply.status_code == 404
     assert reply.json()["error"]["message"] == "the document 'a' of version '2' isn't cached"
     assert client(nothing).post("/rag/invalidate", json={"all": True}).status_code == 200
     assert client(nothing, REMOVED).post("/rag/invalidate", json={"id": "a"}).status_code == 200
+
+
+def stored(**fields: Any) -> dict[str, Any]:
+    storage = {"directory": "/files", "files": 0, "left_files": 0, "is_read": True, **fields}
+    return {"places": 0, "paths": [], "requests": 0, "storage": storage}
+
+
+def test_what_only_files_had_is_no_unknown_document():
+    assert client(stored()).post("/rag/invalidate", json={"id": "a"}).status_code == 404
+    reply = client(stored(files=2)).post("/rag/invalidate", json={"id": "a"})
+    assert (reply.status_code, reply.json()["storage"]["files"]) == (200, 2)
+
+
+@pytest.mark.parametrize(
+    ("left", "problem"),
+    [
+        ({"left_files": 3}, "3 files in /files couldn't be removed: a server that starts"),
+        ({"is_read": False}, "/files couldn't be read, so files that other servers"),
+    ],
+)
+def test_what_could_not_be_removed_is_an_error_that_says_so_and_what_was(left, problem, caplog):
+    whole, broken = REMOVED, stored(**left)
+    with caplog.at_level(logging.INFO):
+        reply = client(whole, broken).post("/rag/invalidate", json={"id": "a"})
+    assert reply.status_code == 500
+    assert problem in reply.json()["error"]["message"]
+    assert reply.json()["removed"] == {"ranks": [whole, broken]}
+    assert '"action": "invalidate"' in caplog.text
 
 
 def test_an_action_is_logged_on_one_line_in_which_ids_are_escaped(caplog):
@@ -86,7 +114,7 @@ def test_an_action_is_logged_on_one_line_in_which_ids_are_escaped(caplog):
     assert line.isprintable()
     assert r'"id": "a\n\u001b[31m\u202e"' in line
     assert '"action": "invalidate"' in line
-    assert '"removed": [{"places": 1, "requests": 0}]' in line
+    assert '"removed": [{"places": 1, "requests": 0, "storage": null}]' in line
 
 
 @pytest.mark.parametrize(

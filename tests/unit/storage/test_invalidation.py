@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 from unit.storage.stores import server
@@ -11,6 +14,8 @@ from unit.tree.prompts import DOCUMENT_TOKENS, SYSTEM, document, prompt
 
 from rag_radix.control.selector import Selector
 from rag_radix.statistics import namespace_name
+from rag_radix.storage import directory as directory_module
+from rag_radix.storage import storing as storing_module
 
 SYSTEM_TOKENS = len(SYSTEM)
 SYSTEM_AND_ONE = SYSTEM_TOKENS + DOCUMENT_TOKENS
@@ -29,6 +34,78 @@ def test_a_document_is_read_no_more_and_others_are(tmp_path, selector):
     with server(tmp_path) as second:
         assert second.ask(prompt("a", "b", question=2)).from_storage == SYSTEM_TOKENS
         assert second.ask(prompt("b", "a", question=3)).from_storage == DOCUMENT_TOKENS
+
+
+def read_only(broken, *, files=True):
+    """A directory that can't be written any more and, as of a file system that was mounted anew,
+    its `files` neither."""
+
+    def failing(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    broken.setattr(Path, "unlink", failing)
+    broken.setattr(Path, "replace", failing)
+    if files:
+        broken.setattr(os, "truncate", failing)
+
+
+def test_files_of_a_directory_that_is_read_only_are_emptied(tmp_path, monkeypatch, caplog):
+    with monkeypatch.context() as broken:
+        with server(tmp_path) as first:
+            first.ask(prompt("a", "b"))
+            read_only(broken, files=False)
+            storage = invalidate(first, id="a").storage
+            assert (storage.files > 0, storage.left_files, storage.is_whole) == (True, 0, True)
+            assert first.ask(prompt("a", "c", question=1)).from_storage == 0
+        with server(tmp_path) as second:  # the directory is as before
+            assert second.ask(prompt("a", "b", question=2)).from_storage == SYSTEM_TOKENS
+    assert "so it has been emptied" in caplog.text
+
+
+def test_what_a_read_only_disk_keeps_is_told_and_goes_when_it_can_be_written(tmp_path, monkeypatch):
+    with server(tmp_path) as first:
+        first.ask(prompt("a", "b"))
+        with monkeypatch.context() as broken:
+            read_only(broken)
+            for _ in range(2):  # it isn't forgotten
+                storage = invalidate(first, id="a").storage
+                assert (storage.files, storage.left_files > 0) == (0, True)
+                assert storage.directory == str(first.files.directory.parent)
+            assert first.ask(prompt("a", question=1)).from_storage == 0
+        assert invalidate(first, id="a").storage.is_whole
+    with server(tmp_path) as second:
+        assert second.ask(prompt("a", "b", question=2)).from_storage == SYSTEM_TOKENS
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_what_a_read_only_disk_keeps_goes_while_the_server_runs_or_at_its_stop(
+    tmp_path, monkeypatch, stops
+):
+    with server(tmp_path) as first:
+        first.ask(prompt("a", "b"))
+        with monkeypatch.context() as broken:
+            read_only(broken)
+            assert not invalidate(first, prefix="").storage.is_whole
+        if stops:
+            first.stop()
+        else:
+            monkeypatch.setattr(directory_module, "_REST_S", 0.0)
+            monkeypatch.setattr(storing_module, "_POLLS", 1)
+            first.files.look()  # the next try is due
+            first.h.poll()
+    assert list(tmp_path.glob("*/*/*.kv")) == []
+
+
+def test_a_directory_that_cannot_be_read_is_told(tmp_path, monkeypatch):
+    def failing(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "scandir", failing)
+            storage = invalidate(first, id="a").storage
+        assert (storage.files, storage.left_files, storage.is_whole) == (1, 0, False)
 
 
 def test_all_is_read_no_more(tmp_path):
