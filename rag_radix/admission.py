@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from rag_radix import wire
-from rag_radix.errors import AnnotationError
+from rag_radix.control.selector import parse_object
+from rag_radix.errors import AnnotationError, ControlError
 from rag_radix.placement import PlacedPrompt, piece_tokenizer
 
 
@@ -123,6 +124,33 @@ def admit(request: Any, manager: Manager) -> bool:
     if single:
         request.sampling_params = request.sampling_params[0]
     return any(place is not None and place.documents for place in placed)
+
+
+def place(body: bytes, manager: Manager) -> dict[str, Any]:
+    """The tokens of a text prompt and the annotation that counts in them, as `admit` makes them.
+
+    Args:
+        body: JSON of ``text``, ``rag`` and, where the request has one, ``cache_salt``.
+        manager: The `TokenizerManager`.
+
+    Raises:
+        ControlError: The body is something else.
+        AnnotationError: As from `admit`, or none of the documents has a token.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    fields = parse_object(body, ("text", "rag", "cache_salt"))
+    text, salt = fields.get("text"), fields.get("cache_salt")
+    if not isinstance(text, str) or not isinstance(salt, str | None):
+        raise ControlError('"text" must be a string, and "cache_salt" a string or null')
+    params = {"custom_params": {wire.KEY: fields.get("rag")}}
+    request = GenerateReqInput(text=text, sampling_params=params, cache_salt=salt)
+    if not admit(request, manager):
+        raise AnnotationError("rag.documents", "must hold a document with at least one token")
+    return {
+        "input_ids": request.input_ids,
+        "rag": request.sampling_params["custom_params"][wire.KEY],
+    }
 
 
 def with_annotation(params: dict[str, Any], rag: dict[str, Any] | None) -> dict[str, Any]:

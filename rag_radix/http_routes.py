@@ -18,6 +18,10 @@ large, 500 when a scheduler failed.
   that one, the longest prefix is cached; with ``cache_salt``, ``extra_key`` and ``rag`` of the
   request, if it has them. Answers ``{"order": [...], "cached_tokens": n}``; see
   `rag_radix.document_order`. Of several data-parallel ranks, the one that has most.
+- `POST /rag/place` ``{"text": ..., "rag": ..., "cache_salt": ...}``: the tokens of a prompt as
+  `/generate` would have them, and where its documents are among these. Answers ``{"input_ids":
+  [...], "rag": ...}``: a request with both, whatever else follows the tokens, finds what the one
+  with the text has left; see `rag_radix.admission`.
 
 The operators' routes are in `rag_radix.control.routes`.
 """
@@ -32,7 +36,7 @@ import orjson
 from fastapi import FastAPI, HTTPException, Request, Response
 
 from rag_radix import document_order
-from rag_radix.admission import counters
+from rag_radix.admission import counters, place
 from rag_radix.control import warming
 from rag_radix.control.routes import add_control_routes
 from rag_radix.errors import RpcError, TooLargeError
@@ -43,6 +47,7 @@ STATS_PATH = "/rag/stats"
 PROMOTE_PATH = "/rag/promote"
 POOL_PATH = "/rag/pool"
 ORDER_PATH = "/rag/order"
+PLACE_PATH = "/rag/place"
 
 MAX_RIDS = 1024
 MAX_RID_CHARS = 512
@@ -98,10 +103,17 @@ def add_routes(app: FastAPI, tokenizer_manager: Callable[[], Any], call: Call) -
             return _error(500, error)
         return _json(max(ranks, key=lambda rank: rank["cached_tokens"]))
 
+    async def rag_place(request: Request) -> Response:
+        try:
+            return _json(place(await read_body(request, MAX_ORDER_BYTES), tokenizer_manager()))
+        except ValueError as error:
+            return _refusal(error)
+
     app.add_api_route(STATS_PATH, rag_stats, methods=["GET"])
     app.add_api_route(PROMOTE_PATH, rag_promote, methods=["POST"])
     app.add_api_route(POOL_PATH, rag_pool, methods=["GET"])
     app.add_api_route(ORDER_PATH, rag_order, methods=["POST"])
+    app.add_api_route(PLACE_PATH, rag_place, methods=["POST"])
     add_control_routes(app, call, warming.generator(tokenizer_manager))
 
 

@@ -13,7 +13,7 @@ from rag_radix_frontend.in_flight import InFlight
 from rag_radix_frontend.replies import check_result, checked, events
 from rag_radix_frontend.retries import Attempts, Retries, is_transient
 from rag_radix_frontend.routing import routing_headers
-from rag_radix_frontend.stream_progress import StreamProgress
+from rag_radix_frontend.stream_progress import StreamProgress, TokenPrompt
 from rag_radix_frontend.wire import placed_annotation
 from rag_radix_frontend.workers import WORKERS
 
@@ -108,6 +108,23 @@ class Sender:
         text: str = reply.json()["text"]
         return text
 
+    def placed(self, text: str) -> TokenPrompt | None:
+        """A prompt in tokens, with its documents where they are among these; None where it has
+        none, or where the server, not one of ours perhaps, doesn't say."""
+        salt = self._cache_salt
+        params = placed_annotation(text, strict=self._strict, salted=bool(salt), counts=False)
+        if params is None or not params["rag"]["documents"]:
+            return None
+        asked = {"text": text, "rag": params["rag"], **({"cache_salt": salt} if salt else {})}
+        try:
+            reply = checked(self._connections.request("/rag/place", asked, timeout_s=_TIMEOUT_S))
+        except RequestError as error:
+            if is_transient(error):
+                raise
+            return None
+        placed = reply.json()
+        return TokenPrompt(placed["input_ids"], {"rag": placed["rag"]})
+
     def _attempts(self, state: Any) -> Attempts:
         return Attempts(self._retries, self._url, partial(self._in_flight.pause, state))
 
@@ -164,13 +181,15 @@ class _Tokens:
         self._sender, self._state, self._prompt = sender, state, data["text"]
         self.decode = sender.decode
 
-    def prompt_ids(self) -> list[int] | None:
+    def prompt(self) -> TokenPrompt | None:
+        if (placed := self._sender.placed(self._prompt)) is not None:
+            return placed
         # The server computes and keeps the prompt by the way.
         params = {"max_new_tokens": 0}
         data = {"text": self._prompt, "sampling_params": params, "return_prompt_token_ids": True}
         reply = self._sender.once(self._state, data, counts=False)
         ids: list[int] | None = reply.get("prompt_token_ids")
-        return ids
+        return None if ids is None else TokenPrompt(ids)
 
 
 def annotate(
@@ -184,6 +203,10 @@ def annotate(
     """Have a request say where its documents are, whether it is a guess, whose it is, and whether
     it `counts` as a retrieval of its own."""
     text, params = data.get("text"), data["sampling_params"]
+    if cache_salt:
+        data["cache_salt"] = cache_salt
+    if text is None and "custom_params" in params:
+        return  # the server has placed them
     texts = text if isinstance(text, list) else [text]
     annotations = [
         placed_annotation(
@@ -191,8 +214,6 @@ def annotate(
         )
         for one in texts
     ]
-    if cache_salt:
-        data["cache_salt"] = cache_salt
     if not any(annotations):
         params.pop("custom_params", None)  # of an earlier attempt, as a guess
         return

@@ -19,11 +19,18 @@ _MADE_FOR_A_WHOLE = (
 _HALF_A_CHARACTER = "\ufffd"
 
 
+class TokenPrompt(NamedTuple):
+    """A prompt in tokens, and the `custom_params` that say where its documents are among them."""
+
+    ids: Sequence[int]
+    custom_params: Mapping[str, Any] | None = None
+
+
 class Tokens(Protocol):
     """Asks the server for tokens; None where it doesn't tell."""
 
-    def prompt_ids(self) -> Sequence[int] | None:
-        """Of the prompt."""
+    def prompt(self) -> TokenPrompt | None:
+        """The prompt."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str | None:
@@ -106,8 +113,8 @@ class StreamProgress:
 
     def _later_part(self, server: Tokens) -> dict[str, Any] | None:
         mark = self._last_settled(server)
-        prompt_ids = server.prompt_ids() if mark is not None else None
-        if mark is None or prompt_ids is None:
+        prompt = server.prompt() if mark is not None else None
+        if mark is None or prompt is None:
             return None
         self._take_up(mark)
         params = {k: v for k, v in self._data["sampling_params"].items() if k != "custom_params"}
@@ -115,7 +122,9 @@ class StreamProgress:
             if params.get(name):
                 params[name] = max(0, params[name] - mark.tokens)
         request = {name: value for name, value in self._data.items() if name != "text"}
-        request["input_ids"] = [*prompt_ids, *self._ids[: mark.tokens]]
+        request["input_ids"] = [*prompt.ids, *self._ids[: mark.tokens]]
+        if prompt.custom_params is not None:
+            params["custom_params"] = prompt.custom_params
         request["sampling_params"] = params
         return request
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rag_radix import wire
-from rag_radix.admission import DoorCounters, admit
+from rag_radix.admission import DoorCounters, admit, place
 from rag_radix.document import DocumentSpan
-from rag_radix.errors import AnnotationError
+from rag_radix.errors import AnnotationError, ControlError
 
 IDS = list(range(20))
 TEXT = "system, document, question"
@@ -62,6 +63,50 @@ def test_a_request_that_repeats_a_counted_one_still_says_so(manager: Any) -> Non
     annotation = wire.spans(request.sampling_params["custom_params"])
     assert annotation is not None
     assert not annotation.counts
+
+
+def test_a_prompt_is_placed_as_its_request_would_be(manager: Any) -> None:
+    text, salt = "früher: " + TEXT, "secret"
+    rag = {**CHARS["rag"], "salt_from": 1, "counts": False}
+    request = GenerateReqInput(
+        text=text, sampling_params={"custom_params": {"rag": rag}}, cache_salt=salt
+    )
+    admit(request, manager)
+    answer = place(json.dumps({"text": text, "rag": rag, "cache_salt": salt}).encode(), manager)
+    assert answer == {
+        "input_ids": request.input_ids,
+        "rag": request.sampling_params["custom_params"]["rag"],
+    }
+    assert (answer["rag"]["documents"][0]["start"], answer["rag"]["salt_from"]) == (9, 1)
+    again = GenerateReqInput(
+        input_ids=[*answer["input_ids"], 1, 2],
+        sampling_params={"custom_params": {"rag": answer["rag"]}},
+        cache_salt=salt,
+    )
+    assert admit(again, manager)
+    assert again.sampling_params["custom_params"]["rag"] == answer["rag"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "problem"),
+    [
+        ("[]", ControlError, "must be a JSON object"),
+        ({"text": 1, "rag": CHARS["rag"]}, ControlError, '"text" must be a string'),
+        ({"text": TEXT, "rag": CHARS["rag"], "cache_salt": 1}, ControlError, '"cache_salt" a'),
+        ({"text": TEXT, "rag": CHARS["rag"], "more": 1}, ControlError, "'more' is unknown"),
+        ({"text": TEXT}, AnnotationError, "rag: must be an object, not null"),
+        ({"text": TEXT, "rag": {"documents": []}}, AnnotationError, "at least one token"),
+        ({"text": "short", "rag": CHARS["rag"]}, AnnotationError, "beyond the 5 chars"),
+        ({"text": TEXT, "rag": TOKENS["rag"]}, AnnotationError, "'token' counts input_ids"),
+        ({"text": TEXT, "rag": {**CHARS["rag"], "salt_from": 1}}, AnnotationError, "cache_salt"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_by_name(
+    manager: Any, body: Any, kind: type[ValueError], problem: str
+) -> None:
+    content = body if isinstance(body, str) else json.dumps(body)
+    with pytest.raises(kind, match=problem):
+        place(content.encode(), manager)
 
 
 def test_the_clients_own_dictionaries_are_not_changed(manager: Any) -> None:

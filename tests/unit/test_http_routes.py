@@ -60,7 +60,13 @@ def test_of_several_ranks_the_one_with_the_shortest_queue_says_whether_there_is_
 @pytest.mark.filterwarnings("ignore:ORJSONResponse")
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/rag/stats"), ("POST", "/rag/promote"), ("GET", "/rag/pool"), ("POST", "/rag/order")],
+    [
+        ("GET", "/rag/stats"),
+        ("POST", "/rag/promote"),
+        ("GET", "/rag/pool"),
+        ("POST", "/rag/order"),
+        ("POST", "/rag/place"),
+    ],
 )
 def test_what_programs_ask_needs_the_ordinary_key(method: str, path: str) -> None:
     app = client(RpcError("asked")).app
@@ -75,7 +81,7 @@ def test_what_programs_ask_needs_the_ordinary_key(method: str, path: str) -> Non
     assert [admits(key) for key in (None, "admin", "user")] == [False, False, True]
 
 
-@pytest.mark.parametrize("path", ["/rag/promote", "/rag/order"])
+@pytest.mark.parametrize("path", ["/rag/promote", "/rag/order", "/rag/place"])
 def test_a_body_that_is_too_large_is_refused(path: str) -> None:
     reply = client().post(path, content=b"[" * (MAX_ORDER_BYTES + 1))
     assert reply.status_code == 413

@@ -147,10 +147,17 @@ def test_the_request_that_goes_on_asks_for_the_rest_only(
     eventually(lambda: first["rid"] in tokens.aborted)
 
 
+@pytest.mark.parametrize("tells_places", [True, False])
 @pytest.mark.parametrize("params", [{}, {"regex": ".*"}])
 def test_a_retrieval_counts_once_although_its_answer_breaks_off(
-    tokens: TokenServer, proxy: BreakingProxy, listed: Any, params: dict[str, Any]
+    tokens: TokenServer,
+    proxy: BreakingProxy,
+    listed: Any,
+    params: dict[str, Any],
+    tells_places: bool,
 ) -> None:
+    tokens.tells_places = tells_places
+
     @sgl.function
     def program(s: Any) -> None:
         s += rag_retrieve(listed, "animals", speculative=False)
@@ -161,7 +168,7 @@ def test_a_retrieval_counts_once_although_its_answer_breaks_off(
     assert "".join(state.text_iter("answer")) == SCRIPT
     first, *repeated = tokens.generating
     repeated += tokens.computing
-    assert len(repeated) == (1 if params else 2)
+    assert len(repeated) == (1 if params or tells_places else 2)
 
     def rag(body: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = body["sampling_params"]["custom_params"]["rag"]
@@ -170,6 +177,36 @@ def test_a_retrieval_counts_once_although_its_answer_breaks_off(
     assert len(rag(first)["documents"]) == 2
     assert "counts" not in rag(first)
     assert [rag(body)["counts"] for body in repeated] == [False] * len(repeated)
+
+
+@pytest.mark.parametrize("salt", [None, "secret"])
+def test_what_goes_on_has_its_documents_and_its_salt_where_they_were(
+    tokens: TokenServer, proxy: BreakingProxy, listed: Any, salt: str | None
+) -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += "Ein Märchen: " + rag_retrieve(listed, "space", name="public", public=True)
+        s += rag_retrieve(listed, "animals", name="private", speculative=False)
+        s += sgl.gen("answer", max_tokens=100, temperature=0)
+
+    backend = RagEndpoint(proxy.url, retries=GOING_ON, cache_salt=salt)
+    proxy.cuts = [3000]
+    state = program.run(backend=backend, stream=True)
+    assert "".join(state.text_iter("answer")) == SCRIPT
+    first, second = tokens.generating
+    before, after = (each["sampling_params"]["custom_params"]["rag"] for each in (first, second))
+    text, ids = first["text"], bytes(second["input_ids"])
+    assert [each["id"] for each in after["documents"]] == [
+        "space/moon",
+        "animals/cats",
+        "animals/dogs",
+    ]
+    for old, new in zip(before["documents"], after["documents"], strict=True):
+        assert ids[new["start"] : new["end"]].decode() == text[old["start"] : old["end"]]
+    assert (after["unit"], after["counts"]) == ("token", False)
+    assert after.get("salt_from") == before.get("salt_from") == (1 if salt else None)
+    assert second.get("cache_salt") == salt
+    assert [each.get("cache_salt") for each in tokens.placed] == [salt]
 
 
 def test_an_answer_that_goes_on_otherwise_is_none(

@@ -18,6 +18,19 @@ class _Server(ThreadingHTTPServer):
         """Clients hang up."""
 
 
+def place(body: dict[str, Any]) -> dict[str, Any]:
+    """A prompt in tokens, and its annotation in these."""
+    text, rag = body["text"], body["rag"]
+    documents = [
+        {**each, **{name: len(text[: each[name]].encode()) for name in ("start", "end")}}
+        for each in rag["documents"]
+    ]
+    return {
+        "input_ids": list(text.encode()),
+        "rag": {**rag, "documents": documents, "unit": "token"},
+    }
+
+
 class TokenServer:
     """What a test sets, and what has happened.
 
@@ -28,6 +41,8 @@ class TokenServer:
         statuses: Answers to the next requests; 200 is the ordinary one.
         stalls_after: Where generation stops until `go_on` is set, `stalled` saying so.
         tells_tokens: It has the route for the text of tokens.
+        tells_places: It has the route for the tokens of documents.
+        placed: What came there.
     """
 
     def __init__(self, script: str = "", port: int = 0) -> None:
@@ -38,6 +53,8 @@ class TokenServer:
         self.statuses: list[int] = []
         self.stalls_after: int | None = None
         self.tells_tokens = True
+        self.tells_places = True
+        self.placed: list[dict[str, Any]] = []
         self.stalled = threading.Event()
         self.go_on = threading.Event()
         self._prompt_tokens = 0
@@ -69,6 +86,11 @@ class TokenServer:
                     self._send(200, {})
                 elif self.path == "/detokenize" and not server.tells_tokens:
                     self._send(404, {"error": "no route"})
+                elif self.path == "/rag/place" and not server.tells_places:
+                    self._send(404, {"detail": "Not Found"})
+                elif self.path == "/rag/place":
+                    server.placed.append(body)
+                    self._send(200, place(body))
                 elif self.path == "/detokenize":
                     self._send(200, {"text": bytes(body["tokens"]).decode(errors="replace")})
                 elif server.statuses and (status := server.statuses.pop(0)) != 200:
