@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rag_radix.storage.marks import Mark
 
 UNRANKED = Rank(0.0, 0.0)
+_TIERS = len(TierName)
 # All nodes have the same of both: only SGLang's other kinds of cache use them.
 _OTHER_STATE = [ComponentData()] * len(ComponentType)
 _NO_NEIGHBOURS: list[Any] = [None] * (2 * len(ComponentType))
@@ -57,6 +58,20 @@ class DocumentNode(UnifiedTreeNode):
         mark: What a storage backend has of it, once it is stored.
     """
 
+    # What few nodes have lies in the class until it is set: an instance with more than 30
+    # attributes has a dictionary of its own, which is large and slow to make.
+    event_hash_value = None
+    hit_count = 0
+    _tlru_cached_prefix_len = _tlru_history_len = 0
+    external_cache_stored = False
+    lru_prev = lru_next = _NO_NEIGHBOURS
+    rotation_base = None
+    load_back_pending_id: int | None = None
+    host_reclaims = 0
+    unmarked_documents: tuple[DocumentKey, ...] = ()
+    names_forgotten = False
+    mark: Mark | None = None
+
     def __init__(self, tree_components: Any, priority: int = 0) -> None:
         # In place of SGLang's constructor, which takes half of what an insert costs: it makes
         # records and list entries for the state of every kind of cache that there is.
@@ -68,31 +83,19 @@ class DocumentNode(UnifiedTreeNode):
         self.component_data[ComponentType.FULL] = ComponentData()
         self.last_access_time = self.creation_time = time_counter()
         self.hash_value: Any = None
-        self.event_hash_value = None
-        self.hit_count = 0
-        self._tlru_cached_prefix_len = 0
-        self._tlru_history_len = 0
-        self.external_cache_stored = False
         self.priority = priority
-        self.lru_prev = self.lru_next = _NO_NEIGHBOURS
         self.id = UnifiedTreeNode.counter
         UnifiedTreeNode.counter += 1
         self.write_through_pending_id: int | None = None
-        self.load_back_pending_id: int | None = None
-        self.rotation_base = None
 
         self.statistics = NodeStatistics()
         self.occurrences: tuple[Occurrence, ...] = ()
         self.is_tail = True
         self.matched = False
         self.host_copies = 0
-        self.host_reclaims = 0
         self.keeps_host_copy = False
-        self.ranks = [UNRANKED] * len(TierName)
-        self.offered: list[Rank | None] = [None] * len(TierName)
-        self.unmarked_documents: tuple[DocumentKey, ...] = ()
-        self.names_forgotten = False
+        self.ranks = [UNRANKED] * _TIERS
+        self.offered: list[Rank | None] = [None] * _TIERS
         self.on_device = False
         self.on_host = False
         self.device_children = 0
-        self.mark: Mark | None = None
