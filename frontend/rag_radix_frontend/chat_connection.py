@@ -11,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import threading
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 import orjson
@@ -24,6 +27,7 @@ from rag_radix_frontend.speculation import computed_tokens
 from rag_radix_frontend.workers import WORKERS
 
 _TIMEOUT_S = 60.0
+_RETRY_S = 0.1
 
 # What `create` doesn't put into the body of a request.
 _BESIDE_THE_BODY = ("extra_headers", "extra_query", "timeout")
@@ -38,10 +42,11 @@ class ChatConnection(Protocol):
         ...
 
     def answers(self, options: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """A completion, or the chunks of its stream; sent once."""
+        """A completion, or the chunks of its stream; sent once. Raises what the client would in
+        the middle of a stream. If it is closed before its end, the server lets go of it."""
         ...
 
-    def typed(self, answer: Any) -> Any:
+    def typed(self, answer: Any, *, is_chunk: bool) -> Any:
         """One of them, as the client returns it."""
         ...
 
@@ -80,10 +85,11 @@ class ClientConnection:
         if not options.get("stream"):
             yield reply
             return
-        async for chunk in reply:
-            yield chunk
+        async with reply:
+            async for chunk in reply:
+                yield chunk
 
-    def typed(self, answer: Any) -> Any:
+    def typed(self, answer: Any, *, is_chunk: bool) -> Any:
         return answer
 
 
@@ -109,16 +115,24 @@ class PlainConnection(ClientConnection):
                 yield answer
             return
         answers: asyncio.Queue[Any] = asyncio.Queue()
+        ended = threading.Event()
 
         def put(answer: Any) -> None:
+            if isinstance(answer, _End):
+                ended.set()
             with contextlib.suppress(RuntimeError):  # The loop is closed.
                 self._loop.call_soon_threadsafe(answers.put_nowait, answer)
 
-        WORKERS.start(lambda: self._read(body, put))
-        while not isinstance(answer := await answers.get(), _End):
-            yield answer
+        WORKERS.start(partial(self._read, body, put))
+        try:
+            while not isinstance(answer := await answers.get(), _End):
+                yield answer
+        finally:
+            # The loop ends, perhaps, and nothing but a thread goes on.
+            if not ended.is_set():
+                WORKERS.start(partial(self._abort, body["rid"], ended))
         if answer.error is not None:
-            raise answer.error
+            raise self._as_the_client(answer.error) from answer.error
 
     def _read(self, body: dict[str, Any], put: Callable[[Any], None]) -> None:
         try:
@@ -142,12 +156,29 @@ class PlainConnection(ClientConnection):
         except Exception as error:
             put(_End(error))
 
-    def typed(self, answer: Any) -> Any:
+    def _abort(self, rid: str, ended: threading.Event) -> None:
+        """Have the server end a request that it may not know yet."""
+        while not ended.is_set():
+            with contextlib.suppress(Exception):
+                self.call("/abort_request", {"rid": rid})
+            ended.wait(_RETRY_S)
+
+    def _as_the_client(self, error: Exception) -> Exception:
+        import httpx
+        import openai
+
+        request = httpx.Request("POST", self._root + self._completions)
+        if isinstance(error, TimeoutError):
+            return openai.APITimeoutError(request)
+        if isinstance(error, OSError):
+            return openai.APIConnectionError(message=str(error), request=request)
+        return openai.APIError(str(error), request, body=None)
+
+    def typed(self, answer: Any, *, is_chunk: bool) -> Any:
         from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
         if not isinstance(answer, dict):
             return answer
-        is_chunk = answer["object"] == "chat.completion.chunk"
         typed = (ChatCompletionChunk if is_chunk else ChatCompletion).construct(**answer)
         if not is_chunk:
             typed._request_id = None
@@ -182,15 +213,24 @@ def _is_plain(client: Any) -> bool:
     openai = sys.modules.get("openai")
     if openai is None or type(client) is not openai.AsyncOpenAI:
         return False
-    create = type(client.chat.completions).create
+    url, http_client = client.base_url, client._client
     return (
-        str(client.base_url).startswith("http://")
+        url.scheme == "http"
+        and not (url.userinfo or url.query or client.default_query)
         and bool(client.api_key)
-        and not client.default_query
-        and type(getattr(client, "_client", None)).__name__ == "AsyncHttpxClientWrapper"
-        and create.__globals__["__name__"].startswith("openai.")
+        and getattr(client, "_api_key_provider", None) is None
+        and type(http_client).__name__ == "AsyncHttpxClientWrapper"
+        and http_client._transport_for_url(url) is http_client._transport
         and not Connections(_root(client)).is_proxied
+        and _is_openais(client.chat.completions.create)
     )
+
+
+def _is_openais(method: Any) -> bool:
+    """Whether a method is as OpenAI wrote it. What stands in for one may look like it."""
+    if type(method) is not MethodType or type(method.__func__) is not FunctionType:
+        return False
+    return str(method.__func__.__globals__["__name__"]).startswith("openai.")
 
 
 def _body(options: dict[str, Any]) -> dict[str, Any] | None:

@@ -87,7 +87,7 @@ class ChatSpeculation:
         await asyncio.wait([self._task])
         if self._error is not None:
             raise self._error
-        return self._server.connection.typed(self._events[0])
+        return self._server.connection.typed(self._events[0], is_chunk=False)
 
     async def chunks(self) -> AsyncGenerator[Any, None]:
         """The chunks of a stream: first all there are, then the rest as it comes."""
@@ -98,7 +98,7 @@ class ChatSpeculation:
                 if handed_out == len(self._events):
                     await self._news.wait()
                     continue
-                yield self._server.connection.typed(self._events[handed_out])
+                yield self._server.connection.typed(self._events[handed_out], is_chunk=True)
                 handed_out += 1
         finally:
             if not self._task.done():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,7 +23,9 @@ from rag_radix_frontend.chat_connection import (
     computed_tokens_of,
     connection_of,
 )
-from rag_radix_frontend.errors import RequestError, SpeculationRefused
+from rag_radix_frontend.chat_pipeline import _server_of
+from rag_radix_frontend.errors import RequestError
+from unit.frontend.speculative_server import WAIT_S, eventually
 
 CHOICE = {"index": 0, "finish_reason": "stop", "logprobs": None}
 WHOLE = {
@@ -47,12 +51,15 @@ OPTIONS = {
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers with `status`, and then with `said` or what is above; notes what it was asked."""
+    """Answers with `status`, and then with `said` or what is above; notes what it was asked. While
+    it is `holding`, a completion is only answered when it is aborted."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.status, self.said = 200, ""
         self.events: list[Any] = [*CHUNKS, "[DONE]"]
+        self.holding = False
+        self.aborted = threading.Event()
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
@@ -68,7 +75,10 @@ class Handler(BaseHTTPRequestHandler):
             said = {"error": {"message": self.server.said}}
             self._reply(json.dumps(said), "application/json")
         elif self.path == "/abort_request":
+            self.server.aborted.set()
             self._reply("", "text/plain")
+        elif self.server.holding and not self.server.aborted.wait(WAIT_S):
+            raise TimeoutError
         elif body.get("stream"):
             texts = (e if isinstance(e, str) else json.dumps(e) for e in self.server.events)
             self._reply("".join(f"data: {text}\n\n" for text in texts), "text/event-stream")
@@ -103,6 +113,7 @@ def listening() -> Iterator[Stub]:
 @pytest.fixture
 def stub(listening: Stub) -> Stub:
     listening.asked, listening.status, listening.events = [], 200, [*CHUNKS, "[DONE]"]
+    listening.holding, listening.aborted = False, threading.Event()
     return listening
 
 
@@ -115,7 +126,11 @@ def with_client(stub: Stub, use: Callable[[AsyncOpenAI], Awaitable[Any]], **sett
 
 
 async def answers(connection: Any, **options: Any) -> list[Any]:
-    return [connection.typed(a) async for a in connection.answers({**OPTIONS, **options})]
+    is_chunk = options.get("stream", False)
+    return [
+        connection.typed(answer, is_chunk=is_chunk)
+        async for answer in connection.answers({**OPTIONS, **options})
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -156,8 +171,7 @@ def test_a_refusal_says_so(stub: Stub, stream: bool, is_plain: bool) -> None:
 
     async def use(client: AsyncOpenAI) -> None:
         connection = connection_of(client) if is_plain else ClientConnection(client)
-        kind = SpeculationRefused if is_plain else openai.InternalServerError
-        with pytest.raises(kind, match="speculation refused"):
+        with pytest.raises(openai.APIError, match="speculation refused"):
             await answers(connection, stream=stream)
 
     with_client(stub, use)
@@ -177,17 +191,74 @@ def test_what_was_computed_is_known_where_the_server_tells_what_was_cached(
     assert computed_tokens_of({**WHOLE, "usage": None}) == 0
 
 
-def test_an_error_within_a_stream_is_raised_after_what_came_before(stub: Stub) -> None:
-    stub.events = [CHUNKS[0], {"error": {"message": "speculation ended: others wait"}}, "[DONE]"]
+ENDS = {
+    "said": ({"error": {"message": "speculation ended: others wait"}}, openai.APIError),
+    "cut": ("{", openai.APIConnectionError),
+}
+
+
+@pytest.mark.parametrize(("end", "kind"), ENDS.values(), ids=ENDS)
+def test_an_error_within_a_stream_is_one_of_openais_after_what_came_before(
+    stub: Stub, end: Any, kind: type[Exception]
+) -> None:
+    stub.events = [CHUNKS[0], end]
     got = []
 
     async def use(client: AsyncOpenAI) -> None:
         async for chunk in connection_of(client).answers({**OPTIONS, "stream": True}):
             got.append(chunk)
 
-    with pytest.raises(RequestError, match="speculation ended"):
+    with pytest.raises(kind, match=r"speculation ended|closed the stream"):
         with_client(stub, use)
     assert got == CHUNKS[:1]
+
+
+def test_a_server_that_is_silent_for_longer_than_the_client_waits_has_timed_out(
+    stub: Stub,
+) -> None:
+    stub.holding = True
+    with pytest.raises(openai.APITimeoutError):
+        with_client(stub, lambda client: answers(connection_of(client)), timeout=0.01)
+    stub.aborted.set()
+
+
+def test_chunks_need_not_say_what_they_are(stub: Stub) -> None:
+    stub.events = [{k: v for k, v in CHUNKS[0].items() if k != "object"}, "[DONE]"]
+    (chunk,) = with_client(stub, lambda client: answers(connection_of(client), stream=True))
+    assert type(chunk) is ChatCompletionChunk
+    assert chunk.choices[0].delta.content == "y"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_under_way_when_the_loop_ends_is_aborted(stub: Stub, stream: bool) -> None:
+    stub.holding = True
+
+    async def use(client: AsyncOpenAI) -> None:
+        # The loop cancels it when this ends.
+        use.task = asyncio.create_task(answers(connection_of(client), stream=stream))  # type: ignore[attr-defined]
+        await asyncio.to_thread(eventually, lambda: stub.asked)
+
+    with_client(stub, use)
+    assert stub.aborted.wait(WAIT_S)
+    assert stub.asked[1][:2] == ("/abort_request", {"rid": "r"})
+
+
+def test_a_client_that_is_used_no_more_is_forgotten(stub: Stub) -> None:
+    async def use(client: AsyncOpenAI) -> list[weakref.ref[Any]]:
+        server = _server_of(client)
+        await answers(server.connection)
+        return [weakref.ref(client), weakref.ref(server)]
+
+    def are_gone() -> bool:
+        gc.collect()
+        return not any(each() for each in known)
+
+    gc.freeze()  # Looking through all that there is takes long.
+    try:
+        known = with_client(stub, use)
+        eventually(are_gone)
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("kind", [PlainConnection, ClientConnection])
@@ -224,7 +295,7 @@ async def _key() -> str:
     return "fresh"
 
 
-ADDRESS = {"base_url": "http://server/v1", "api_key": "k"}
+ADDRESS: dict[str, Any] = {"base_url": "http://server/v1", "api_key": "k"}
 
 
 @pytest.mark.parametrize(
@@ -233,12 +304,24 @@ ADDRESS = {"base_url": "http://server/v1", "api_key": "k"}
         (Derived, ADDRESS),
         (AsyncOpenAI, {**ADDRESS, "base_url": "https://server/v1"}),
         (AsyncOpenAI, {**ADDRESS, "api_key": _key}),
+        (AsyncOpenAI, {**ADDRESS, "base_url": "http://user:word@server/v1"}),
+        (AsyncOpenAI, {**ADDRESS, "base_url": "http://server/v1?a=b"}),
         (AsyncOpenAI, {**ADDRESS, "default_query": {"a": "b"}}),
         (AsyncOpenAI, {**ADDRESS, "http_client": httpx.AsyncClient()}),
         (AsyncOpenAI, {**ADDRESS, "http_client": openai.DefaultAsyncHttpxClient()}),
         (AsyncAzureOpenAI, {**ADDRESS, "api_version": "1"}),
     ],
-    ids=["derived", "encrypted", "fresh keys", "query", "httpx", "own HTTP client", "Azure"],
+    ids=[
+        "derived",
+        "encrypted",
+        "fresh keys",
+        "user",
+        "address with query",
+        "query",
+        "httpx",
+        "own HTTP client",
+        "Azure",
+    ],
 )
 def test_a_client_with_more_than_an_address_and_a_key_sends_all_itself(
     make: Any, settings: dict[str, Any]
@@ -249,22 +332,62 @@ def test_a_client_with_more_than_an_address_and_a_key_sends_all_itself(
     assert asyncio.run(kind()) is ClientConnection
 
 
-def test_a_patched_client_sends_all_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def traced(self: Any, **options: Any) -> None:
-        """As packages that trace requests put it in its place."""
-
+def kind_of(client: AsyncOpenAI) -> type:
     async def kind() -> type:
-        return type(connection_of(AsyncOpenAI(**ADDRESS)))
+        return type(connection_of(client))
 
-    assert asyncio.run(kind()) is PlainConnection
-    monkeypatch.setattr(AsyncCompletions, "create", traced)
-    assert asyncio.run(kind()) is ClientConnection
+    return asyncio.run(kind())
 
 
-def test_a_client_behind_a_proxy_sends_all_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def kind() -> type:
-        return type(connection_of(AsyncOpenAI(**ADDRESS)))
+def test_a_client_with_fresh_keys_that_has_had_one_sends_all_itself(stub: Stub) -> None:
+    async def use(client: AsyncOpenAI) -> type:
+        await client.chat.completions.create(model="m", messages=[])
+        return type(connection_of(client))
 
-    monkeypatch.setenv("http_proxy", "http://proxy:1")
+    async def run() -> type:
+        return await use(AsyncOpenAI(base_url=stub.url, api_key=_key))
+
+    assert asyncio.run(run()) is ClientConnection
+
+
+async def traced(*_: Any, **__: Any) -> None:
+    """As packages that trace requests put it in the place of a client's own."""
+
+
+class Wrapper:
+    """Stands in for a function or method and has all that it has, as the package wrapt does it."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def __get__(self, instance: Any, owner: type) -> Wrapper:
+        return Wrapper(self._wrapped.__get__(instance, owner))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+def test_a_client_of_a_patched_class_sends_all_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kind_of(AsyncOpenAI(**ADDRESS)) is PlainConnection
+    for patch in (traced, Wrapper(AsyncCompletions.create)):
+        monkeypatch.setattr(AsyncCompletions, "create", patch)
+        assert kind_of(AsyncOpenAI(**ADDRESS)) is ClientConnection
+
+
+def test_a_client_that_is_patched_itself_sends_all_itself() -> None:
+    client = AsyncOpenAI(**ADDRESS)
+    client.chat.completions.create = traced  # type: ignore[method-assign]
+    assert kind_of(client) is ClientConnection
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
+def test_a_client_behind_a_proxy_sends_all_itself(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "http://proxy:1")
     monkeypatch.delenv("no_proxy", raising=False)
-    assert asyncio.run(kind()) is ClientConnection
+    client = AsyncOpenAI(**ADDRESS)
+    assert kind_of(client) is ClientConnection
+    monkeypatch.delenv(variable)
+    assert kind_of(client) is ClientConnection, "it took what there was when it was made"
+    assert kind_of(AsyncOpenAI(**ADDRESS)) is PlainConnection
