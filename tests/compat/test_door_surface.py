@@ -6,11 +6,10 @@ import dataclasses
 import inspect
 import os
 import pkgutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
+from fresh import Fresh
 
 from rag_radix import door
 from rag_radix.errors import UnsupportedError
@@ -110,19 +109,6 @@ def test_a_request_counts_as_dispatched_once_it_has_left_for_the_schedulers() ->
         assert 0 < left < marked
 
 
-def run(program: str) -> str:
-    """Run a program in a fresh interpreter: hooks stay in a process once applied."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
 START = """
 from types import SimpleNamespace
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -145,8 +131,8 @@ def ready(backend):
 """
 
 
-def test_all_hooks_are_applied_once_the_knowledge_tree_is_selected() -> None:
-    run(
+def test_all_hooks_are_applied_once_the_knowledge_tree_is_selected(fresh: Fresh) -> None:
+    fresh.run(
         START
         + """
 door.verify()
@@ -157,8 +143,8 @@ assert {"/rag/stats", "/rag/promote", "/rag/pool"} <= set(paths())
     )
 
 
-def test_without_the_knowledge_tree_the_http_server_stays_as_it_is() -> None:
-    run(
+def test_without_the_knowledge_tree_the_http_server_stays_as_it_is(fresh: Fresh) -> None:
+    fresh.run(
         START
         + """
 import pkgutil
@@ -172,8 +158,8 @@ assert not hasattr(pkgutil.resolve_name(door.TARGETS["native_http"]), "__wrapped
     )
 
 
-def test_a_hook_that_could_not_be_applied_stops_the_start() -> None:
-    run(
+def test_a_hook_that_could_not_be_applied_stops_the_start(fresh: Fresh) -> None:
+    fresh.run(
         START
         + """
 from rag_radix.errors import IncompatibleSGLangError
@@ -188,16 +174,20 @@ else:
     )
 
 
-def test_a_scheduler_does_not_import_the_tokenizer_manager_for_the_door() -> None:
-    run(
+def test_a_scheduler_does_not_import_the_tokenizer_manager_for_the_door(fresh: Fresh) -> None:
+    fresh.run(
         """
 import multiprocessing, sys
+names = ["sglang.srt.managers.tokenizer_manager", "sglang.srt.entrypoints.http_server"]
+for name in names:
+    package, _, module = name.rpartition(".")
+    delattr(sys.modules[package], module)
+    del sys.modules[name]
 multiprocessing.parent_process = lambda: object()
 from rag_radix import door
 door.install()
 assert not door._installed
-assert "sglang.srt.managers.tokenizer_manager" not in sys.modules
-assert "sglang.srt.entrypoints.http_server" not in sys.modules
+assert not set(names) & set(sys.modules)
 """
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -71,14 +69,8 @@ def test_a_tree_of_foreign_parts_is_refused(monkeypatch):
         backend._verify_in_use(foreign)
 
 
-def run(code):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-
-
-def test_a_failed_registration_is_raised_by_whoever_selects_the_tree():
-    lines = run(
+def test_a_failed_registration_is_raised_by_whoever_selects_the_tree(fresh):
+    lines = fresh.run(
         "from rag_radix import door, plugin\n"
         "def broken(): raise RuntimeError('no such hook')\n"
         "door.install = broken\n"
@@ -87,12 +79,12 @@ def test_a_failed_registration_is_raised_by_whoever_selects_the_tree():
         "from sglang.srt.mem_cache.registry import get_radix_cache_factory\n"
         "try: get_radix_cache_factory('knowledge-tree')(None)\n"
         "except RuntimeError as error: print('raised:', error)\n"
-    )
+    ).splitlines()
     assert lines[-2:] == ["logged: no such hook", "raised: no such hook"]
 
 
-def test_loaded_but_not_selected_sglang_keeps_its_own_cache_choices_and_methods():
-    lines = run(
+def test_loaded_but_not_selected_sglang_keeps_its_own_cache_choices_and_methods(fresh):
+    lines = fresh.run(
         "from sglang.srt.managers import scheduler, tokenizer_manager as manager\n"
         "from sglang.srt.entrypoints import http_server\n"
         "from sglang.srt.entrypoints.openai import serving_chat\n"
@@ -108,5 +100,5 @@ def test_loaded_but_not_selected_sglang_keeps_its_own_cache_choices_and_methods(
         "         http_server.serve_generate_request, len(http_server.app.routes),\n"
         "         serving_chat.OpenAIServingChat._convert_to_internal_request)\n"
         "print(before == after, registry.registered_radix_cache_backends())\n"
-    )
+    ).splitlines()
     assert lines[-1] == "True ['knowledge-tree']"
