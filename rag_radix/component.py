@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rag_radix.node import DocumentNode
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class HostVictims:
     """What could leave the host to make room, in order.
 
@@ -128,12 +128,13 @@ class KnowledgeComponent(FullComponent):
         """Let as many of `victims` leave the host as it takes to free `tokens`; returns the
         slots that are free."""
         freed = [self.tree_core.give_up_copy(node) for node in victims.duplicates]
-        tokens -= sum(len(slots) for slots in freed)
+        tokens -= sum(node.statistics.tokens for node in victims.duplicates)
         left = iter(victims.leaves)
         while tokens > 0 and (leaf := next(left, None)) is not None:
             freed.append(self._evict_leaf(leaf))
             tokens -= leaf.statistics.tokens
-        self.keep(HostVictims(leaves=list(left)))
+        if spared := list(left):
+            self.keep(HostVictims(leaves=spared))
         return freed
 
     def _evict_leaf(self, node: DocumentNode) -> torch.Tensor:

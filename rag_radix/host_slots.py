@@ -55,7 +55,7 @@ class HostSlots:
     def keep(self, slots: list[torch.Tensor]) -> None:
         """Take slots of nodes that have left the host."""
         self._kept += slots
-        self.kept_tokens += sum(len(part) for part in slots)
+        self.kept_tokens += sum(part.numel() for part in slots)
 
     def promise(self, tokens: int) -> None:
         """So many of the available slots will be taken."""
@@ -66,9 +66,10 @@ class HostSlots:
         promised, self._promised_tokens = self._promised_tokens, 0
         if (missing := promised - self.kept_tokens) > 0:
             self.keep([self._pool.alloc(missing)])
-        slots = torch.cat(self._kept)
-        self._kept, self.kept_tokens = [slots[promised:]], len(slots) - promised
-        return slots[:promised]
+        self.kept_tokens -= promised
+        taken, rest = torch.cat(self._kept).split_with_sizes([promised, self.kept_tokens])
+        self._kept = [rest]
+        return taken
 
     def give_back(self) -> None:
         """Return what wasn't needed to the pool, if anybody else asks it for slots."""

@@ -76,7 +76,8 @@ class NodeStatistics:
     @property
     def uses(self) -> int:
         """Retrievals that read the node, or its document at any place, whichever is more."""
-        return max(self.frequency, self.document_frequency)
+        frequency, of_document = self.frequency, self.document_frequency
+        return frequency if frequency > of_document else of_document
 
     def add_cost(self, seconds: float, new_tokens: int) -> None:
         self.cost_per_token_s += seconds / new_tokens

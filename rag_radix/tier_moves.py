@@ -58,7 +58,8 @@ class TierMoves(LeafTracking):
     def _count_copy(self, node: DocumentNode) -> None:
         """The node enters the host tier at that tier's clock."""
         node.host_copies += 1
-        self.holdings.most_copies = max(self.holdings.most_copies, node.host_copies)
+        if node.host_copies > self.holdings.most_copies:
+            self.holdings.most_copies = node.host_copies
         self._note_host(node)
         self._component.host.rank(node)
         if self._reclaims_duplicates:
@@ -75,7 +76,7 @@ class TierMoves(LeafTracking):
         """
         slots = self._take_device_slots(node)
         self._update_evictable_leaf_sets(node)
-        self._update_evictable_leaf_sets(node.parent)
+        self._lost_device_child(node.parent)
         return slots
 
     def drop(self, node: DocumentNode) -> torch.Tensor | None:
@@ -89,8 +90,13 @@ class TierMoves(LeafTracking):
         slots = self._take_device_slots(node)
         self.evictable_device_leaves.discard(node)
         self._remove_leaf_from_parent(node)
-        self._update_evictable_leaf_sets(node.parent)
+        self._lost_device_child(node.parent)
         return slots
+
+    def _lost_device_child(self, parent: DocumentNode) -> None:
+        # Most are what prompts begin with, which have many.
+        if not parent.device_children:
+            self._update_evictable_leaf_sets(parent)
 
     def _take_device_slots(self, node: DocumentNode) -> torch.Tensor:
         data = node.component_data[_FULL]
@@ -123,7 +129,8 @@ class TierMoves(LeafTracking):
         self.kv_events.record_remove(node, medium=StorageMedium.CPU)
         self.evictable_host_leaves.discard(node)
         self._remove_leaf_from_parent(node)
-        self._update_evictable_leaf_sets(node.parent)
+        if not node.parent.children:
+            self._update_evictable_leaf_sets(node.parent)
         return slots
 
     def give_up_copy(self, node: DocumentNode) -> torch.Tensor:

@@ -57,13 +57,6 @@ class Tier:
         node.statistics.has_host_copy = node.backuped
         node.ranks[self.name] = self._policy.rank(node.statistics, self.clock)
 
-    def rank_if_expired(self, node: DocumentNode) -> bool:
-        """Rank `node` anew if its rank doesn't hold any more; whether that was so."""
-        expired = node.ranks[self.name].until <= self.clock.now
-        if expired:
-            self.rank(node)
-        return expired
-
     def refresh(self, node: DocumentNode) -> None:
         """Make the priority of `node` that of now, if it changes with time or, by its history,
         with uses of other nodes; such a use only raises it, so its place in the heap holds."""
@@ -79,9 +72,11 @@ class Tier:
 
     def offer(self, node: DocumentNode) -> None:
         """Let `node` be a candidate at its present rank; no-op when it already is."""
-        expired = self.rank_if_expired(node)
         rank = node.ranks[self.name]
-        if node.offered[self.name] == rank and not expired:
+        if rank.until <= self.clock.now:
+            self.rank(node)
+            rank = node.ranks[self.name]
+        elif node.offered[self.name] == rank:
             return
         node.offered[self.name] = rank
         heapq.heappush(self._heap, (rank.floor, node.id, node))

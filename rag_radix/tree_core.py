@@ -150,7 +150,7 @@ class KnowledgeTreeCore(TierMoves):
             child = node.children.get(run.child_key_at(position, page_size))
             if child is None:
                 break
-            matched = child.key.match_at(run, position, page_size=page_size)
+            matched = self._matched(child, run, position)
             if matched < child.statistics.tokens:
                 child, action = self._split_node(child.key, child, matched)
                 actions = [action] if action is not None else []
@@ -169,6 +169,17 @@ class KnowledgeTreeCore(TierMoves):
             last_visited_node_id=node.id if node is not self.root_node else None,
             cache_actions=actions,
         )
+
+    def _matched(self, node: DocumentNode, run: RadixKey, position: int) -> int:
+        """How many tokens of `node` `run` goes on with at `position`, in whole pages."""
+        tokens = node.key.token_ids
+        end = position + len(tokens)
+        # Mostly all of them: SGLang's search for the first that differs takes a comparison for
+        # each doubling.
+        if end <= len(run) and run.token_ids[position:end] == tokens:
+            return node.statistics.tokens
+        matched: int = node.key.match_at(run, position, page_size=self.page_size)
+        return matched
 
     # Inserting
 
@@ -203,7 +214,7 @@ class KnowledgeTreeCore(TierMoves):
             child = node.children.get(run.child_key_at(first, self.page_size))
             if child is None:
                 break
-            matched = child.key.match_at(run, first, page_size=self.page_size)
+            matched = self._matched(child, run, first)
             if matched < child.statistics.tokens:
                 child, action = self._split_node(child.key, child, matched)
                 if action is not None:

@@ -83,7 +83,8 @@ class LeafTracking(UnifiedTreeCore):
             )
             self.observer.node_changed(node)
             self.holdings.moved(node, TierName.DEVICE, on_device)
-        self._note_host(node)
+        if (data.host_value is not None) != node.on_host:
+            self._note_host(node)
         if on_device:
             is_leaf = data.lock_ref == 0 and node.device_children == 0
             leaves, tier = self.evictable_device_leaves, self._component.device

@@ -57,9 +57,11 @@ class Clock:
 
     def observe(self, statistics: NodeStatistics) -> None:
         """Take account of a node's statistics before it is ranked."""
-        self.largest_frequency = max(self.largest_frequency, statistics.uses)
-        self.largest_tokens = max(self.largest_tokens, statistics.tokens)
-        if self.rescaled_at <= self.now and self._next_scale < self.largest_frequency:
+        if (uses := statistics.uses) > self.largest_frequency:
+            self.largest_frequency = uses
+        if statistics.tokens > self.largest_tokens:
+            self.largest_tokens = statistics.tokens
+        if self._next_scale < self.largest_frequency and self.rescaled_at <= self.now:
             self._scale, self._next_scale = self._next_scale, self.largest_frequency
             self.rescaled_at = self.now + self.notice
 
