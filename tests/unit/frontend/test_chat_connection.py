@@ -376,7 +376,7 @@ def test_a_client_of_a_patched_class_sends_all_itself(monkeypatch: pytest.Monkey
 
 def test_a_client_that_is_patched_itself_sends_all_itself() -> None:
     client = AsyncOpenAI(**ADDRESS)
-    client.chat.completions.create = traced  # type: ignore[method-assign]
+    client.chat.completions.create = traced  # type: ignore[assignment, method-assign]
     assert kind_of(client) is ClientConnection
 
 

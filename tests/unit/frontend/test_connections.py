@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import socket
 import ssl
@@ -132,6 +133,63 @@ def test_lines_of_a_stream_are_whole_however_they_come(
     stream = connections.request("/x", {}, stream=True)
     assert list(stream.iter_lines()) == [b"ab", b"c", b"de"]
     assert connections.request("/x", {}).json() == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [b"HTTP/1.1 200 OK\r\nCont", b'ent-Length: 8\r\n\r\n{"a": 1}'],
+        [b'HTTP/1.1 200 OK\r\nConnection: keep-alive\r\nContent-Length: 8\r\n\r\n{"a": 1}'],
+        [b'HTTP/1.1 200 OK\r\nX: a\r\n b: c\r\nCONTENT-LENGTH:8\r\n\r\n{"a": 1}'],
+        [b'HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"a": 1}'],
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n", STREAM[17:], b'8\r\n{"a": 1}\r\n', END],
+        [b"HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n", b'8\r\n{"a": 1}\r\n', END],
+    ],
+)
+def test_a_reply_is_the_same_however_its_head_is_written(
+    server: Server, reply: list[bytes | None]
+) -> None:
+    server.replies = [reply]
+    connections = Connections(server.url)
+    for _ in range(2):
+        assert connections.request("/x", {}).json() == {"a": 1}
+    assert server.connected == 1
+
+
+def test_a_request_is_sent_as_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sends: list[bytes] = []
+    sendall = socket.socket.sendall
+
+    def noted(self: socket.socket, data: bytes) -> None:
+        sends.append(data)
+        sendall(self, data)
+
+    monkeypatch.setattr(socket.socket, "sendall", noted)
+    text = "long " * 100_000
+    Connections(server.url).request("/x", {"text": text})
+    assert [data for data in sends if data != OK] == server.asked
+    assert server.asked[0].endswith(text.encode() + b'"}')
+
+
+def test_connections_that_have_been_idle_for_long_are_closed(server: Server) -> None:
+    connections = Connections(server.url)
+    server.replies = [[STREAM, END], [STREAM, END]]
+    for stream in [connections.request("/x", {}, stream=True) for _ in range(2)]:
+        assert not list(stream.iter_lines())
+    old, since_s = connections._idle[0]
+    connections._idle[0] = old, since_s - module._MAX_IDLE_S
+    connections.request("/x", {})
+    assert old.sock is None
+    assert server.connected == 2
+
+
+def test_connections_are_closed_with_what_keeps_them(server: Server) -> None:
+    connections = Connections(server.url)
+    connections.request("/x", {})
+    ((kept, _),) = connections._idle
+    del connections
+    gc.collect()
+    assert kept.sock is None
 
 
 @pytest.mark.parametrize(
