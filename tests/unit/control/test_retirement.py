@@ -1,4 +1,4 @@
-"""Invalidated documents are found no more, whatever is being done with them."""
+"""Invalidated documents are found no more: which go with them, and on which tiers."""
 
 from __future__ import annotations
 
@@ -7,47 +7,13 @@ import random
 import pytest
 from tree_harness import harness
 from unit.control.listing import documents
+from unit.control.retiring import POLICIES, hits, ids, invalidate, is_empty_but_for, start
 from unit.tree.prompts import SYSTEM, document, prompt
 
 from rag_radix import places
 from rag_radix.control.documents import Page, chain
 from rag_radix.control.selector import Selector
 from rag_radix.statistics import DocumentKey
-
-POLICIES = ["pgdsf", "pgdsf-plus"]
-
-
-def invalidate(h, **selector):
-    removed = h.tree.control.invalidate(Selector(**selector))
-    h.check()
-    return removed
-
-
-def start(h, *names, chunk=None, **request):
-    req = h.request(*prompt(*names), **request)
-    h.admit(req)
-    h.compute(req, chunk)
-    return req
-
-
-def end(h, req):
-    h.decode(req, 1)
-    h.finish(req)
-    h.check()
-
-
-def hits(h, *names, **request):
-    """Tokens that a prompt finds; it is served."""
-    req = h.serve(*prompt(*names, question=99), **request)
-    return req.cached_tokens_device + req.cached_tokens_host
-
-
-def ids(h):
-    return {row["id"] for row in documents(h.tree, Page(limit=1000))["documents"]}
-
-
-def is_empty_but_for(h, tokens):
-    return sum(len(node.key) for node in h.nodes()) == tokens
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -140,69 +106,6 @@ def test_more_names_of_a_text_than_are_kept_do_not_hide_it():
         assert is_empty_but_for(h, 20)
 
 
-@pytest.mark.parametrize("moment", ["prefilling", "between chunks", "prefilled", "decoding"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_a_request_in_progress_has_computed_is_never_found(policy, moment):
-    with harness(device_tokens=2000, policy=policy) as h:
-        req = start(h, "a", "b", chunk=70 if moment == "between chunks" else None)
-        if moment != "prefilling":
-            h.publish(req)
-        if moment == "decoding":
-            h.decode(req, 1)
-        removed = invalidate(h, id="a")
-        assert removed.requests == 1
-        if moment != "prefilling":
-            assert removed.in_use.device_tokens > 0
-        assert hits(h, "a", "b") <= len(SYSTEM)
-        assert hits(h, "a", "b") > len(SYSTEM)  # what was computed since is
-        while req.extend_end < len(req.origin_input_ids):
-            h.publish(req)
-            h.compute(req)
-        if moment in ("prefilling", "between chunks"):
-            h.publish(req)
-        end(h, req)
-        assert h.tree.control.report()["retired_nodes"] == 0
-        assert h.tree.protected_size() == 0
-        invalidate(h, id="a")
-        assert is_empty_but_for(h, len(SYSTEM))
-
-
-def test_a_request_that_only_stands_on_what_goes_publishes_no_more():
-    with harness(device_tokens=2000) as h:
-        h.serve(*prompt("a"))
-        tokens, _ = prompt("a", "b")
-        req = h.request(tokens)  # it names no documents
-        h.admit(req)
-        h.compute(req)
-        assert invalidate(h, id="a").requests == 1
-        h.publish(req)
-        end(h, req)
-        assert is_empty_but_for(h, len(SYSTEM))
-
-
-def test_a_request_that_waits_computes_anew_and_publishes():
-    with harness(device_tokens=2000) as h:
-        h.serve(*prompt("a"))
-        waiting = h.request(*prompt("a", question=1))
-        assert invalidate(h, id="a").requests == 0
-        h.admit(waiting)
-        assert waiting.cached_tokens_device == len(SYSTEM)
-        h.compute(waiting)
-        h.publish(waiting)
-        end(h, waiting)
-        assert ids(h) == {"a"}
-
-
-def test_a_request_of_another_document_goes_on_as_before():
-    with harness(device_tokens=2000) as h:
-        h.serve(*prompt("a"))
-        req = start(h, "b")
-        assert invalidate(h, id="a").requests == 0
-        h.publish(req)
-        end(h, req)
-        assert ids(h) == {"b"}
-
-
 def test_a_document_of_which_a_part_was_computed_is_found():
     with harness(device_tokens=2000) as h:
         req = start(h, "a", chunk=40)
@@ -224,87 +127,6 @@ def test_documents_without_a_node_of_their_own_are_found():
         assert is_empty_but_for(h, 32)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_copies_and_loads_in_flight_end_before_their_nodes_go(policy):
-    config = {"swap_out": "eager"}
-    with harness(device_tokens=1000, host_tokens=1000, policy=policy, policy_config=config) as h:
-        h.hold_copies()
-        h.serve(*prompt("a"))
-        removed = invalidate(h, id="a")
-        assert removed.in_use.nodes > 0
-        assert h.tree.control.report()["retired_nodes"] > 0
-        assert hits(h, "a") == len(SYSTEM)
-        h.finish_copies()
-        h.poll()
-        assert h.tree.control.report()["retired_nodes"] == 0
-        h.check()
-
-
-def test_a_load_back_that_was_begun_ends_and_is_dropped():
-    with harness(device_tokens=150, host_tokens=1000) as h:
-        for name in "abcdef":
-            h.serve(*prompt(name))
-        req = h.request(*prompt("a", question=1))
-        req.init_next_round_input(h.tree)
-        h.load_back(req)
-        h.start(req)
-        assert req.cached_tokens_host == 40
-        assert invalidate(h, id="a").requests == 1
-        h.poll()
-        h.compute(req)
-        h.publish(req)
-        end(h, req)
-        assert "a" not in ids(h)
-        assert h.tree.control.report()["retired_nodes"] == 0
-
-
-def test_a_retracted_request_computes_anew():
-    with harness(device_tokens=2000) as h:
-        req = start(h, "a")
-        h.publish(req)
-        h.decode(req, 1)
-        h.drop(req)
-        req.reset_for_retract()
-        invalidate(h, id="a")
-        h.admit(req)
-        assert req.prefix_len == len(SYSTEM)
-        h.compute(req)
-        h.publish(req)
-        end(h, req)
-
-
-def test_speculations_on_what_goes_are_counted_without_it():
-    with harness(device_tokens=2000) as h:
-        guess = h.guess(*prompt("a"))
-        h.admit(guess)
-        h.compute(guess)
-        h.publish(guess)
-        invalidate(h, id="a")
-        assert h.tree.speculations.promote(guess.rid) == "running"
-        end(h, guess)
-        ended = h.guess(*prompt("b"))
-        h.admit(ended)
-        h.compute(ended)
-        h.publish(ended)
-        end(h, ended)
-        invalidate(h, id="b")
-        assert h.tree.speculations.promote(ended.rid) == "finished"
-        h.check()
-
-
-def test_what_waits_for_its_last_user_is_still_evicted_and_flushed():
-    with harness(device_tokens=400, host_tokens=400) as h:
-        req = start(h, "a")
-        h.publish(req)
-        invalidate(h, prefix="")
-        for name in "bcdefgh":
-            h.serve(*prompt(name))
-        end(h, req)
-        h.tree.reset()
-        h.allocator.clear()
-        assert h.tree.control.report()["retired_nodes"] == 0
-
-
 def test_a_namespace_of_the_retired_equals_no_other():
     from rag_radix.control.retirement import RetiredNamespace
 
@@ -313,30 +135,6 @@ def test_a_namespace_of_the_retired_equals_no_other():
     assert "x" != one  # noqa: SIM300
     assert one != RetiredNamespace("x")
     assert len({one, "x", RetiredNamespace("x")}) == 3
-
-
-def test_new_weights_leave_nothing_even_where_sglang_does_not_flush():
-    from types import SimpleNamespace
-
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager as Updater,
-    )
-
-    from rag_radix import scheduler_hooks
-
-    target = f"{Updater.__module__}.{Updater.__name__}.flush_cache_after_weight_update"
-    _, hook = scheduler_hooks.TARGETS[target]
-    with harness(device_tokens=2000, host_tokens=2000) as h:
-        h.serve(*prompt("b"))
-        req = start(h, "a")
-        updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=h.tree))
-        asked = SimpleNamespace(flush_cache=False, torch_empty_cache=False)
-        result = Updater.flush_cache_after_weight_update(updater, asked, True, "")
-        assert hook(result, updater, asked, True, "") is None
-        assert req.skip_radix_cache_insert
-        h.publish(req)
-        end(h, req)
-        assert h.nodes() == []
 
 
 def test_a_tenant_goes_with_all_that_it_has_asked():
@@ -361,20 +159,6 @@ def test_what_stands_behind_a_public_document_goes_with_it_for_every_tenant():
             h.serve(*prompt("public", "private"), cache_salt=salt, salt_from=1)
         assert invalidate(h, id="public", namespace="").places == 1
         assert is_empty_but_for(h, 20)
-
-
-def test_a_request_of_a_tenant_that_goes_publishes_no_more():
-    with harness(device_tokens=2000) as h:
-        reqs = [h.request(range(3000, 3050), cache_salt=salt) for salt in ("one", "two")]
-        for req in reqs:
-            h.admit(req)
-            h.compute(req)
-        removed = invalidate(h, prefix="", namespace=DocumentKey("", cache_salt="one").namespace)
-        assert removed.requests == 1
-        assert [req.skip_radix_cache_insert for req in reqs] == [True, False]
-        for req in reqs:
-            end(h, req)
-        assert {node.key.cache_salt for node in h.nodes()} == {"two"}
 
 
 def _tops_by_looking_through_all(h, selector):

@@ -1,0 +1,138 @@
+"""`retrieve_and_generate()` when something fails or is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from rag_radix_frontend import retrieve_and_generate
+from rag_radix_frontend.errors import RetrievalError
+from unit.frontend.chat_client import LIMIT_S, A, B, FakeClient, ask, build_messages, run
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_stream_that_fails_before_its_first_chunk_is_asked_for_again(is_left):
+    async def scenario(client, steps):
+        answer = ask(client, steps, stream=True)
+        steps.send(A)
+        guess = await client.request(0)
+        steps.send(A, final=True)
+        chunks = (await answer).completion
+        guess.pieces.put_nowait(ConnectionError("gone"))
+        first = asyncio.create_task(anext(chunks))
+        request = await client.request(1)
+        assert not request.speculative
+        request.pieces.put_nowait("one")
+        assert await first == "one"
+        if is_left:
+            await chunks.aclose()
+        else:
+            request.finish("two")
+            assert [chunk async for chunk in chunks] == ["two"]
+        assert request.ended
+
+    run(scenario)
+
+
+def test_a_stream_that_fails_later_raises_that():
+    async def scenario(client, steps):
+        answer = ask(client, steps, stream=True)
+        steps.send(A)
+        guess = await client.request(0)
+        steps.send(A, final=True)
+        guess.pieces.put_nowait("one")
+        chunks = (await answer).completion
+        assert await anext(chunks) == "one"
+        guess.pieces.put_nowait(ConnectionError("gone"))
+        with pytest.raises(ConnectionError, match="gone"):
+            await anext(chunks)
+        assert len(client.requests) == 1
+
+    run(scenario)
+
+
+def test_a_failed_speculation_is_nobodys_problem():
+    async def scenario(client, steps):
+        answer = ask(client, steps)
+        steps.send(A)
+        guess = await client.request(0)
+        guess.pieces.put_nowait(ConnectionError("gone"))
+        steps.send(A, final=True)
+        request = await client.request(1)
+        request.finish("normal")
+        result = await answer
+        assert result.completion == "normal"
+        assert result.retrieval.failed == 1
+
+    run(scenario)
+
+
+def test_an_exception_in_the_retriever_ends_the_speculation():
+    async def scenario(client, steps):
+        answer = ask(client, steps)
+        steps.send(A)
+        guess = await client.request(0)
+        steps.stages.put(OSError("index gone"))
+        with pytest.raises(OSError, match="index gone"):
+            await answer
+        while not guess.ended:
+            await asyncio.sleep(0)
+
+    run(scenario)
+
+
+def test_a_retriever_that_looks_for_what_is_not_there_raises_that():
+    class Naive:
+        def retrieve(self, query: str, k: int) -> Any:
+            return [next(iter(()))]
+
+    async def run() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(RetrievalError, match="StopIteration"):
+                await retrieve_and_generate(FakeClient(), Naive(), "q", lambda _: [])
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_gives_up_ends_the_speculation():
+    async def scenario(client, steps):
+        answer = ask(client, steps)
+        steps.send(A)
+        guess = await client.request(0)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        while not guess.ended:
+            await asyncio.sleep(0)
+        steps.stages.put(None)
+
+    run(scenario)
+
+
+def test_a_retriever_without_a_final_stage_is_an_error():
+    async def scenario(client, steps):
+        answer = ask(client, steps, speculative=False)
+        steps.send(A)
+        steps.stages.put(None)
+        with pytest.raises(RetrievalError, match="without a final stage"):
+            await answer
+
+    run(scenario)
+
+
+def test_messages_that_cant_be_made_for_provisional_documents_dont_matter():
+    def picky(documents):
+        if A in documents:
+            raise KeyError("a")
+        return build_messages(documents)
+
+    async def scenario(client, steps):
+        answer = asyncio.create_task(retrieve_and_generate(client, steps, "?", picky))
+        steps.send(A)
+        steps.send(B, final=True)
+        request = await client.request(0)
+        request.finish("b")
+        assert (await answer).completion == "b"
+
+    run(scenario)
