@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rag_radix_frontend.errors import ArgumentError, EncoderError
+from rag_radix_frontend.processes import PerProcess
 
 Vectors = npt.NDArray[np.float32]
 
@@ -38,7 +39,7 @@ class Encoder(Protocol):
         ...
 
 
-class SentenceTransformerEncoder:
+class SentenceTransformerEncoder(PerProcess):
     """A sentence-transformers model, on CPU. The model loads on first use.
 
     `model` is what `SentenceTransformer(...)` takes: a folder or a model's name.
@@ -53,7 +54,13 @@ class SentenceTransformerEncoder:
         self._source = model
         self._dimensions = dimensions
         self._model: Any = None
-        # One lock for loading and for encoding: fast tokenizers can't be shared by threads.
+        # One for loading and for encoding: fast tokenizers can't be shared by threads.
+        self._lock = threading.Lock()
+        super().__init__()
+
+    def _begin(self) -> None:
+        if self._lock.locked():  # What a thread of the parent was doing to it has no end here.
+            self._model = None
         self._lock = threading.Lock()
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from rag_radix_frontend.errors import ArgumentError
+from rag_radix_frontend.processes import PerProcess
 from rag_radix_frontend.staged_search import check_positive
 
 # Fewer stages than could be had: each costs about 50 µs, and a consumer more than that.
@@ -22,7 +23,7 @@ _MEASURED_SEARCHES = 5
 Stages = int | Sequence[float] | None
 
 
-class Pace:
+class Pace(PerProcess):
     """Where a search of some units of work (clusters, hops) is cut.
 
     By default each stage does as much as all before it, since what is found changes ever less;
@@ -38,6 +39,9 @@ class Pace:
     def __init__(self, stages: Stages, search_once: Callable[[], object]) -> None:
         self._fractions = None if stages is None else _fractions(stages)
         self._search_once = search_once
+        super().__init__()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
 
     def ends(self, work: int) -> list[int]:

@@ -11,10 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+from rag_radix_frontend import encoders
 from rag_radix_frontend.chat_pipeline import _THREADS
+from rag_radix_frontend.encoders import SentenceTransformerEncoder
 from rag_radix_frontend.gate import Gate
 from rag_radix_frontend.in_flight import InFlight
+from rag_radix_frontend.pace import Pace
 from rag_radix_frontend.promotion import Promoter
 from rag_radix_frontend.retrieval_report import RetrievalLog, RetrievalReport
 from rag_radix_frontend.workers import WORKERS
@@ -141,6 +145,47 @@ def test_requests_are_ended_while_the_parent_ends_its_own(asked: Asked) -> None:
 
         assert in_a_forked_process(child)
         asked.go.set()
+
+
+def test_a_search_is_timed_while_the_parent_times_one(asked: Asked) -> None:
+    pace = Pace(None, asked)
+    timing = threading.Thread(target=pace.ends, args=(100,))
+    timing.start()
+    asked.began.wait(WAIT_S)
+    assert in_a_forked_process(lambda: pace.ends(100))[-1] == 100
+    asked.go.set()
+    timing.join()
+
+
+class Model:
+    """As much of a model as an encoder uses."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked, self.pid = asked, os.getpid()
+
+    def encode(self, texts: list[str], **_: Any) -> Any:
+        self._asked()
+        return np.full((len(texts), 1), self.pid)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_model_is_loaded_again_only_while_the_parent_uses_it(
+    is_busy: bool, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoders.importlib.util, "find_spec", lambda _: True)
+    encoder = SentenceTransformerEncoder("name", "model")
+    monkeypatch.setattr(encoder, "_load", lambda: Model(asked))
+    if not is_busy:
+        asked.go.set()
+    encoding = threading.Thread(target=encoder.encode, args=(["a"],))
+    encoding.start()
+    asked.began.wait(WAIT_S)
+    if not is_busy:
+        encoding.join()
+    (made_by,), own = in_a_forked_process(lambda: [encoder.encode(["b"])[0].tolist(), os.getpid()])
+    assert made_by == (own if is_busy else os.getpid())
+    asked.go.set()
+    encoding.join()
 
 
 def test_no_lock_is_held() -> None:
