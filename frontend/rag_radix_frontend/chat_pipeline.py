@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rag_radix_frontend.chat_server import ChatServer
@@ -46,12 +46,17 @@ class RetrievedAnswer:
         documents: The documents in its messages.
         completion: What `client.chat.completions.create` returns; with `stream=True` an
             asynchronous iterator of chunks.
-        retrieval: What the retrieval took, and what became of the requests made ahead of it.
     """
 
     documents: tuple[ScoredDocument, ...]
     completion: Any
-    retrieval: RetrievalReport
+    _log: RetrievalLog = field(repr=False, compare=False)
+
+    @property
+    def retrieval(self) -> RetrievalReport:
+        """What the retrieval took, and what became of the requests made ahead of it, as of now:
+        wrong guesses end in the background, and what they computed is known once they have."""
+        return self._log.report
 
 
 async def retrieve_and_generate(
@@ -148,16 +153,16 @@ async def retrieve_and_generate(
             if options.get("stream"):
                 completion = _chunks(guess, ask)
                 guess = None
-                return RetrievedAnswer(stage.documents, completion, log.report)
+                return RetrievedAnswer(stage.documents, completion, log)
             # If it has failed after all, it is asked for in the ordinary way, with its retries.
             with contextlib.suppress(Exception):
                 completion = await guess.result()
                 guess = None
-                return RetrievedAnswer(stage.documents, completion, log.report)
+                return RetrievedAnswer(stage.documents, completion, log)
     finally:
         if guess is not None:
             guess.discard()
-    return RetrievedAnswer(stage.documents, await ask(), log.report)
+    return RetrievedAnswer(stage.documents, await ask(), log)
 
 
 async def _chunks(kept: ChatSpeculation, ask: Callable[[], Awaitable[Any]]) -> AsyncIterator[Any]:

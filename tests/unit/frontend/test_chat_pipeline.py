@@ -69,9 +69,10 @@ def test_what_a_wrong_guess_computed_is_told_where_the_server_tells(is_complete)
                 await asyncio.sleep(0)
         steps.send(B, final=True)
         (await client.request(1)).finish("no")
-        await answer
-        while chat_retrievals(client).wasted_tokens != 47:
+        result = await answer
+        while result.retrieval.wasted_tokens != 47:
             await asyncio.sleep(0)
+        assert chat_retrievals(client) == result.retrieval
 
     run(scenario)
 
