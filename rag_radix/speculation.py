@@ -104,7 +104,8 @@ class Speculations:
                     speculation.computed_tokens += req.extend_len
 
     def promote(self, rid: str, early: Any = None) -> Promotion:
-        """Make the speculation `rid` an ordinary request, which counts; idempotent.
+        """Make the speculation `rid` an ordinary request, which counts unless its annotation says
+        that it doesn't; idempotent.
 
         Args:
             rid: Its id.
@@ -135,7 +136,8 @@ class Speculations:
             ended.retrieval.speculative = False
             self.counters.promoted += 1
             self.counters.wasted_tokens -= ended.computed_tokens
-            self._tree.count_ended(ended.retrieval, ended.node_ids, ended.output_tokens)
+            if ended.retrieval.annotation.counts:
+                self._tree.count_ended(ended.retrieval, ended.node_ids, ended.output_tokens)
         return "finished"
 
     def released(self, req: Any) -> None:

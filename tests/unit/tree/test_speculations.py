@@ -95,6 +95,28 @@ def test_promoted_between_two_chunks_it_counts_what_comes_later_too():
         assert (retrievals(h, "a"), retrievals(h, "b")) == (1, 1)
 
 
+@pytest.mark.parametrize("moment", ["waiting", "decoding", "ended"])
+def test_promoted_it_counts_nothing_where_its_client_says_so(moment):
+    with harness(device_tokens=1000) as h:
+        guess = h.request(*prompt("a"), speculative=True)
+        guess.sampling_params.custom_params["rag"]["counts"] = False
+        h.tree.speculations.start(guess)
+
+        def promote_at(now):
+            if now == moment:
+                h.tree.speculations.promote(guess.rid)
+
+        promote_at("waiting")
+        prefill(h, guess)
+        h.decode(guess, 1)
+        promote_at("decoding")
+        h.finish(guess)
+        promote_at("ended")
+        assert (frequency(h, "a"), retrievals(h, "a"), h.tree.counters.requests) == (0, 0, 0)
+        spent = h.tree.speculations.counters
+        assert (spent.promoted, spent.wasted_tokens) == (1, 0)
+
+
 def test_what_has_left_the_tree_since_is_counted_as_a_retrieval_only():
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
