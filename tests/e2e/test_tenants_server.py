@@ -8,12 +8,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
+import sglang as sgl
+from breaking_proxy import BreakingProxy
 from e2e.cpu_server import Server, running_server
 from e2e.exactness import assert_intact
 from e2e.tiny_model import make_tiny_llama
+from rag_radix_frontend import CallableRetriever, Document, RagEndpoint, Retries, rag_retrieve
 
 from rag_radix.statistics import DocumentKey
 
@@ -29,6 +33,9 @@ FLAGS += ["--radix-eviction-policy-config", json.dumps({"retire_older_versions":
 # Every call into the tree is compared between the ranks, and a difference ends the server.
 ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 
+GOING_ON = Retries(attempts=4, first_pause_s=0.001, longest_pause_s=0.002, continues=True)
+# By document, what it is about.
+NAMED = {"public": "assert", "private 2": "while"}
 SYSTEM = list(range(300, 332))
 PUBLIC_END = 32 + 80
 
@@ -43,6 +50,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def empty(server: Server) -> None:
     server.post("/rag/invalidate", {"all": True})
+
+
+def one(document: Document) -> CallableRetriever:
+    return CallableRetriever(lambda _query, _k: [document])
 
 
 def body(salt: str | None, salt_from: int | None = 1, private: int = 2, **fields: Any) -> Any:
@@ -155,6 +166,38 @@ def test_texts_and_chats_have_a_salt_from_a_document_on(server: Server) -> None:
         assert 0 < other < again
         assert ("public", "") in documents(server)
         assert ("public", namespace("one")) not in documents(server)
+
+
+def test_a_stream_that_goes_on_finds_what_is_public_and_its_own_and_counts_once(
+    server: Server,
+) -> None:
+    public, private = (Document(name, topics[topic][:300]) for name, topic in NAMED.items())
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += "Read. " + rag_retrieve(one(public), "q", name="p", public=True, speculative=False)
+        s += rag_retrieve(one(private), "q", speculative=False)
+        s += sgl.gen("answer", max_tokens=24, temperature=0, ignore_eos=True)
+
+    def answer(url: str) -> tuple[str, dict[str, Any]]:
+        backend = RagEndpoint(url, strict=True, cache_salt="one", retries=GOING_ON)
+        state = program.run(backend=backend, stream=True)
+        shown = "".join(state.text_iter("answer"))
+        return shown, state.get_meta_info("answer")
+
+    expected, cold = answer(server.url)
+    proxy = BreakingProxy(server.url)
+    proxy.cuts = [2500]
+    before = server.get("/rag/stats")["requests"]["requests"]
+    broken, meta_info = answer(proxy.url)
+    assert (broken, proxy.cuts) == (expected, [])
+    assert meta_info["prompt_tokens"] == cold["prompt_tokens"]
+    proxy.close()
+    assert server.get("/rag/stats")["requests"]["requests"] == before + 1
+    # Nothing of it has come in under the salt from the beginning on.
+    assert documents(server) == [("private 2", namespace("one")), ("public", "")]
+    nodes = server.get(f"/rag/tree?depth=64&namespace={namespace('one')}")["tree"]["children"]
+    assert [node["namespace"] for node in nodes] == [""]
 
 
 def test_operators_see_and_remove_one_tenant(server: Server) -> None:
