@@ -76,6 +76,11 @@ class Control:
         """Whether nothing finds `node`, and thus nothing below it, any more."""
         return self._retirement.is_retired(node)
 
+    @property
+    def hides_some(self) -> bool:
+        """Whether there are nodes that nothing finds any more."""
+        return self._retirement.hides_some
+
     def is_pinned(self, document: DocumentKey) -> bool:
         return self._pins.is_pinned(document)
 

@@ -131,6 +131,11 @@ class Retirement:
         """Whether `node` is the topmost of what nothing finds any more."""
         return node.id in self._tops
 
+    @property
+    def hides_some(self) -> bool:
+        """Whether retired nodes wait for their last user."""
+        return bool(self._tops)
+
     def retired_nodes(self) -> int:
         """Nodes that wait for their last user."""
         return sum(1 for top in self._tops.values() for _ in subtree(top))

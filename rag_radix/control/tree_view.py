@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from heapq import nsmallest
+from heapq import nlargest
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rag_radix.control.documents import parse_count
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from rag_radix.node import DocumentNode
 
 MAX_DEPTH = 64
-MAX_NODES = 5000
-# Children, of all nodes: about 10 ms.
-_CONSIDERED = 20_000
+# The scheduler computes nothing meanwhile: about 5 ms.
+MAX_NODES = 1000
+# Children, of all nodes: 2 ms, and 2 more where a namespace is asked for.
+_CONSIDERED = 10_000
+
+_Name = Callable[[str | None, str | None], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ def tree_view(tree: KnowledgeTree, view: View) -> dict[str, Any]:
     Where there are very many children, only the oldest are considered: what has been kept longest.
     """
     root: DocumentNode = tree.tree_core.root_node
+    name = cache(namespace_name)
     shown: dict[str, Any] = {"children": [], "hidden_children": 0}
     left, considered = view.nodes, _CONSIDERED
     queue = deque([(root, shown, 0)])
@@ -73,25 +78,25 @@ def tree_view(tree: KnowledgeTree, view: View) -> dict[str, Any]:
         node, parent, depth = queue.popleft()
         oldest = list(islice(node.children.values(), considered))
         considered -= len(oldest)
-        children = _shown(tree, oldest, view.namespace)
+        children = _shown(tree, oldest, view.namespace, name)
         kept = _most_used(children, left) if depth < view.depth else []
         left -= len(kept)
         others = len(node.children) - len(oldest)
         parent["hidden_children"] = others + len(children) - len(kept)
         for child in kept:
-            entry = _entry(tree, child)
+            entry = _entry(tree, child, name)
             parent["children"].append(entry)
             queue.append((child, entry, depth + 1))
     return {"nodes": view.nodes - left, "tree": shown}
 
 
 def _shown(
-    tree: KnowledgeTree, children: list[DocumentNode], namespace: str | None
+    tree: KnowledgeTree, children: list[DocumentNode], namespace: str | None, name: _Name
 ) -> list[DocumentNode]:
     """Those of `children` that a view of the namespace has."""
-    children = [child for child in children if not tree.control.is_retired(child)]
+    if tree.control.hides_some:
+        children = [child for child in children if not tree.control.is_retired(child)]
     if namespace is not None:
-        name = cache(namespace_name)
         children = [
             child
             for child in children
@@ -102,14 +107,17 @@ def _shown(
 
 def _most_used(children: list[DocumentNode], most: int) -> list[DocumentNode]:
     """Up to `most` of them, the most used first, of those used alike the oldest."""
-    return nsmallest(most, children, key=lambda child: (-child.statistics.frequency, child.id))
+    frequencies = [child.statistics.frequency for child in children]
+    # Not by a key of two numbers for each child, which would cost as much as all else.
+    least = min(nlargest(most, frequencies), default=inf)
+    places = [place for place, each in enumerate(frequencies) if each > least]
+    places.sort(key=frequencies.__getitem__, reverse=True)  # which keeps the oldest first
+    alike = (place for place, each in enumerate(frequencies) if each == least)
+    places += islice(alike, most - len(places))
+    return [children[place] for place in places]
 
 
-def _namespace(node: DocumentNode) -> str:
-    return namespace_name(node.key.extra_key, node.key.cache_salt)
-
-
-def _entry(tree: KnowledgeTree, node: DocumentNode) -> dict[str, Any]:
+def _entry(tree: KnowledgeTree, node: DocumentNode, name: _Name) -> dict[str, Any]:
     data = node.component_data[ComponentType.FULL]
     tier = TierName.DEVICE if node.on_device else TierName.HOST
     return {
@@ -118,7 +126,7 @@ def _entry(tree: KnowledgeTree, node: DocumentNode) -> dict[str, Any]:
             {"id": each.document.id, "version": each.document.version, "tokens": each.tokens}
             for each in node.occurrences
         ],
-        "namespace": _namespace(node),
+        "namespace": name(node.key.extra_key, node.key.cache_salt),
         "tokens": len(node.key),
         "device": node.on_device,
         "host": bool(node.backuped),

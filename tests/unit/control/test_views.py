@@ -60,7 +60,7 @@ def test_the_tree_is_shown_down_to_a_depth_and_up_to_a_size():
         h.serve(*prompt("a", "b"))
         h.serve(*prompt("a", "c"))
         h.serve(*prompt("d"))
-        whole = tree_view(h.tree, View(depth=64, nodes=5000))
+        whole = tree_view(h.tree, View(depth=64, nodes=1000))
         (system,) = whole["tree"]["children"]
         assert whole["nodes"] == len(h.nodes())
         assert (system["frequency"], system["documents"], system["hidden_children"]) == (3, [], 0)
@@ -75,6 +75,29 @@ def test_the_tree_is_shown_down_to_a_depth_and_up_to_a_size():
         small = tree_view(h.tree, View(nodes=2))
         assert small["nodes"] == 2
         assert small["tree"]["children"][0]["hidden_children"] == 1
+
+
+def test_of_siblings_the_most_used_are_shown_and_of_those_used_alike_the_oldest():
+    with harness(device_tokens=6000) as h:
+        order = "abcdefghij"
+        for name in order:
+            h.serve(*prompt(name, question=0))
+        for name, times in (("h", 3), ("c", 1), ("f", 1)):
+            for question in range(times):
+                h.serve(*prompt(name, question=1 + question))
+
+        def shown(nodes):
+            (system,) = tree_view(h.tree, View(depth=2, nodes=1 + nodes))["tree"]["children"]
+            assert system["hidden_children"] == len(order) - nodes
+            return "".join(child["documents"][0]["id"] for child in system["children"])
+
+        assert [shown(nodes) for nodes in (1, 2, 3, 5, 10)] == [
+            "h",
+            "hc",
+            "hcf",
+            "hcfab",
+            "hcfabdegij",
+        ]
 
 
 def test_what_is_retired_isnt_shown():
@@ -104,7 +127,7 @@ def test_a_tenant_is_shown_by_itself():
         assert rows("") == [("public", "")]
         assert rows("nobody") == []
         everything, mine = (
-            tree_view(h.tree, View(depth=64, nodes=5000, namespace=name))["nodes"]
+            tree_view(h.tree, View(depth=64, nodes=1000, namespace=name))["nodes"]
             for name in (None, one)
         )
         assert everything == len(h.nodes())
