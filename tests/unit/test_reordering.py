@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -208,6 +209,29 @@ def test_nobody_starves_among_ten_thousand_requests():
     assert len(served) == 10_000 - 100
     late = [position - request.arrival for position, request in enumerate(served)]
     assert max(late) <= window
+
+
+class Compared(float):
+    """A number that counts how often any of them is compared."""
+
+    times = 0
+
+    def __neg__(self) -> Compared:
+        return Compared(-float(self))
+
+    def __lt__(self, other: float) -> bool:
+        Compared.times += 1
+        return float(self) < float(other)
+
+
+@pytest.mark.parametrize("window", [1, 32, 10_000])
+def test_a_queue_of_n_is_ordered_in_n_log_n_steps(window):
+    rng = random.Random(4)
+    requests = [Waiting(Compared(i), score=Compared(rng.random())) for i in range(4_000)]
+    rng.shuffle(requests)
+    Compared.times = 0
+    ServingOrder(window).arrange(requests)
+    assert Compared.times < 3 * 4_000 * math.log2(4_000)
 
 
 def test_in_a_long_queue_nobody_comes_from_far_behind():

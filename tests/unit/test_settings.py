@@ -42,6 +42,11 @@ def test_a_wrong_number_of_requests_is_refused_by_name(key, value):
         parse_settings("pgdsf", {key: value}, lambda: TABLE)
 
 
+def test_reordering_and_speculation_are_on_by_default():
+    settings = parse_settings("pgdsf", None, lambda: TABLE)
+    assert (settings.reorder_window, settings.max_prefill_bs) == (32, 4)
+
+
 def test_reordering_and_speculation_can_be_turned_off():
     settings = parse_settings("pgdsf", {"reorder_window": 0, "max_prefill_bs": 0}, lambda: TABLE)
     assert (settings.reorder_window, settings.max_prefill_bs) == (0, 0)

@@ -137,6 +137,22 @@ def test_what_cannot_be_visited_by_clusters_has_one_stage_and_its_own_nprobe(rec
     np.testing.assert_array_equal(stage.positions, expected)
 
 
+@pytest.mark.parametrize("recipe", ["IVF64,Flat", "IVF64,SQ8", "HNSW16", "IVF64_HNSW16,PQ4np"])
+def test_a_search_leaves_the_parameters_of_a_shared_index_alone(recipe: str) -> None:
+    def parameters_of(index: Any) -> list[int]:
+        parts = [index, getattr(index, "hnsw", None), getattr(index, "quantizer", None)]
+        names = ("nprobe", "efSearch", "max_codes")
+        return [getattr(part, name, -1) for part in parts for name in names]
+
+    index = make_index(recipe, "inner product", VECTORS)
+    before = parameters_of(index)
+    stages = open_search(index, nprobe=16, ef_search=64, stages=8).search(QUERIES[0], 5)
+    next(stages)
+    assert parameters_of(index) == before
+    list(stages)
+    assert parameters_of(index) == before
+
+
 def test_a_query_of_another_width_is_refused(flat: Any) -> None:
     for search in (StagedIVF(flat, stages=2), FaissSearch(flat)):
         for query in (VECTORS[0, :31], np.zeros(33, np.float32), VECTORS[:1]):
