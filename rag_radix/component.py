@@ -70,17 +70,18 @@ class KnowledgeComponent(FullComponent):
 
         The nodes are no candidates until they are evicted or given back to `keep`.
         """
-        victims = HostVictims(leaves=self._choose_host_leaves(tokens))
-        freed = 0
+        leaves, freed_by_leaves = self._choose_host_leaves(tokens)
+        victims, freed = HostVictims(leaves=leaves), 0
         while freed < tokens and (node := self.duplicates.pop()) is not None:
             victims.duplicates.append(node)
             freed += node.statistics.tokens
-        if freed + sum(node.statistics.tokens for node in victims.leaves) >= tokens:
+        if freed + freed_by_leaves >= tokens:
             return victims
         self.keep(victims)
         return None
 
-    def _choose_host_leaves(self, tokens: int) -> list[DocumentNode]:
+    def _choose_host_leaves(self, tokens: int) -> tuple[list[DocumentNode], int]:
+        """The leaves, and what they free: `tokens` or more, if that is possible."""
         leaves: list[DocumentNode] = []
         chosen: set[int] = set()
         bared: list[tuple[float, int, DocumentNode]] = []  # leaves once the chosen are gone
@@ -100,7 +101,7 @@ class KnowledgeComponent(FullComponent):
             if self.tree_core.is_host_leaf_without(parent, chosen):
                 self.host.refresh(parent)
                 heapq.heappush(bared, (*self.host.order(parent), parent))
-        return leaves
+        return leaves, freed
 
     def keep(self, victims: HostVictims) -> None:
         """Make chosen victims candidates again."""

@@ -52,6 +52,8 @@ class CopyFailures:
 
     def _watched(self, controller: Any, start_writing: Callable[[], None]) -> Callable[[], None]:
         def watched() -> None:
+            if not controller.write_queue:
+                return
             copies = list(controller.write_queue)
             try:
                 start_writing()
@@ -87,7 +89,7 @@ class CopyFailures:
 
     def _agreed(self, ids: list[int]) -> list[int]:
         """Which of `ids` have failed on any rank."""
-        if not ids:
+        if not ids or (self._tree.is_alone and not self._here):
             return []
         has_failed = [node_id in self._here for node_id in ids]
         self._here.difference_update(ids)

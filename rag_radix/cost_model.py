@@ -59,10 +59,11 @@ class PrefillCostTable:
     def __call__(self, cached_tokens: int, new_tokens: int) -> float:
         """Seconds to compute `new_tokens` behind `cached_tokens`."""
         cost = self._extended(cached_tokens, new_tokens)
-        nearest_cached = min(max(cached_tokens, self.cached_tokens[0]), self.cached_tokens[-1])
-        nearest_new = min(max(new_tokens, self.new_tokens[0]), self.new_tokens[-1])
-        if (nearest_cached, nearest_new) == (cached_tokens, new_tokens):
+        cached, new = self.cached_tokens, self.new_tokens
+        if cached[0] <= cached_tokens <= cached[-1] and new[0] <= new_tokens <= new[-1]:
             return cost
+        nearest_cached = min(max(cached_tokens, cached[0]), cached[-1])
+        nearest_new = min(max(new_tokens, new[0]), new[-1])
         return max(cost, self._extended(nearest_cached, nearest_new))
 
     def _extended(self, cached_tokens: int, new_tokens: int) -> float:
@@ -104,7 +105,7 @@ class PrefillCostTable:
 
 def _cell(grid: Sequence[int], value: int) -> tuple[int, float]:
     """Index of the grid cell for `value` and where it lies in it (0 to 1 inside the grid)."""
-    index = min(max(bisect_right(grid, value) - 1, 0), len(grid) - 2)
+    index = bisect_right(grid, value, 1, len(grid) - 1) - 1
     return index, (value - grid[index]) / (grid[index + 1] - grid[index])
 
 

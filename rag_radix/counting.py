@@ -27,35 +27,35 @@ class Counting:
         Args:
             path: The path's nodes, each with the prompt position where it ends.
         """
+        uncounted, outputs = [], []
+        for node, end in path:
+            start = end - node.statistics.tokens
+            if end > retrieval.prompt_tokens:
+                outputs.append((node, start))
+            elif start >= retrieval.counted_end or node.creation_time > retrieval.counted_at:
+                uncounted.append((node, start, end))
+        if uncounted or not retrieval.counted:
+            self._count_prompt(retrieval, uncounted)
+        for node, start in outputs:
+            self._note_output(node, start)
+        retrieval.counted_at = time_counter()
+        if retrieval.inserted_end >= self._tree.page_floor(retrieval.prompt_tokens):
+            # Those that share their only page with the end of the prompt, too.
+            self.count_documents(retrieval, retrieval.prompt_tokens)
+
+    def _count_prompt(
+        self, retrieval: Retrieval, nodes: list[tuple[DocumentNode, int, int]]
+    ) -> None:
+        """Count the request, if it isn't yet, and `nodes`, each with its place in the prompt."""
         tree = self._tree
-        core = tree.tree_core
+        core, policy = tree.tree_core, tree.settings.policy
         hit = retrieval.hits.total
         new_tokens = max(retrieval.prompt_tokens - hit, 1)
         cost = tree.settings.prefill_cost(hit, new_tokens)
         if not retrieval.counted:
-            retrieval.counted = True
-            if tree.recorder is not None:
-                retrieval.counted_at_s = tree.recorder.now_s()
-            now = core.advance()
-            if tree.settings.policy.uses_history:
-                tree.histories.model.advance(now)
-                self._note_topic(retrieval, now)
-            tree.counters.requests += 1
-            tree.counters.prompt_tokens += retrieval.prompt_tokens
-            tree.counters.device_hit_tokens += retrieval.hits.device
-            tree.counters.host_hit_tokens += retrieval.hits.host
-            tree.counters.storage_hit_tokens += retrieval.hits.storage
-            if hit:
-                whole = tree.settings.prefill_cost(0, retrieval.prompt_tokens)
-                tree.counters.saved_prefill_s += max(whole - cost, 0.0)
+            self._count_request(retrieval, cost)
         starts = [start for start, _ in tree.kept_bounds(retrieval)]
-        for node, end in path:
-            start = end - node.statistics.tokens
-            if end > retrieval.prompt_tokens:
-                self._note_output(node, start)
-                continue
-            if start < retrieval.counted_end and node.creation_time <= retrieval.counted_at:
-                continue
+        for node, start, end in nodes:
             statistics = node.statistics
             statistics.frequency += 1
             statistics.last_access = core.access_time
@@ -65,7 +65,7 @@ class Counting:
                 statistics.document_frequency = max(
                     statistics.document_frequency, retrieval.document_counts[index]
                 )
-            if tree.settings.policy.uses_history:
+            if policy.uses_history:
                 self._note_history(node, retrieval.histories[index] if index >= 0 else None)
             if end > hit:
                 statistics.add_cost(cost, new_tokens)
@@ -73,10 +73,26 @@ class Counting:
                 self._add_cost_alone(node, start)  # computed by a request that didn't count
             core.rank(node)
             retrieval.counted_end = max(retrieval.counted_end, end)
-        retrieval.counted_at = time_counter()
-        if retrieval.inserted_end >= tree.page_floor(retrieval.prompt_tokens):
-            # Those that share their only page with the end of the prompt, too.
-            self.count_documents(retrieval, retrieval.prompt_tokens)
+
+    def _count_request(self, retrieval: Retrieval, cost: float) -> None:
+        """Count the request, whose prefill took `cost` seconds."""
+        tree = self._tree
+        retrieval.counted = True
+        if tree.recorder is not None:
+            retrieval.counted_at_s = tree.recorder.now_s()
+        now = tree.tree_core.advance()
+        if tree.settings.policy.uses_history:
+            tree.histories.model.advance(now)
+            self._note_topic(retrieval, now)
+        counters, hits = tree.counters, retrieval.hits
+        counters.requests += 1
+        counters.prompt_tokens += retrieval.prompt_tokens
+        counters.device_hit_tokens += hits.device
+        counters.host_hit_tokens += hits.host
+        counters.storage_hit_tokens += hits.storage
+        if hits.total:
+            whole = tree.settings.prefill_cost(0, retrieval.prompt_tokens)
+            counters.saved_prefill_s += max(whole - cost, 0.0)
 
     def _note_topic(self, retrieval: Retrieval, now: int) -> None:
         tree = self._tree
@@ -118,7 +134,8 @@ class Counting:
         """Count the documents that begin up to `position` and aren't counted yet."""
         tree = self._tree
         bounds = retrieval.bounds(tree.tree_core.page_size)
-        while (index := len(retrieval.document_counts)) < len(bounds):
+        hits, counts = retrieval.hits, retrieval.document_counts
+        for index in range(len(counts), len(bounds)):
             start, end = bounds[index]
             if start > position:
                 return
@@ -126,7 +143,7 @@ class Counting:
             if end <= span.start:
                 end = span.end  # it lies within a page, which belongs to what follows
             document = retrieval.document_key(index)
-            retrieval.document_counts.append(tree.document_frequencies.record(document))
+            counts.append(tree.document_frequencies.record(document))
             if tree.settings.policy.uses_history and index < len(retrieval.kept_documents):
                 assert retrieval.topic is not None
                 retrieval.histories.append(
@@ -138,9 +155,9 @@ class Counting:
                     )
                 )
             tree.counters.documents += 1
-            if end <= retrieval.hits.device:
+            if end <= hits.device:
                 tree.counters.device_hit_documents += 1
                 tree.document_frequencies.record_hit(document, on_host=False)
-            elif end <= retrieval.hits.total:
+            elif end <= hits.total:
                 tree.counters.host_hit_documents += 1
                 tree.document_frequencies.record_hit(document, on_host=True)

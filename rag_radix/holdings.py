@@ -41,8 +41,10 @@ class Holdings:
 
     def moved(self, node: DocumentNode, tier: TierName, is_there: bool) -> None:
         """`node` has come to `tier` or has left it."""
-        for occurrence in node.occurrences:
-            self._count(tier, occurrence.document, 1 if is_there else -1)
+        if node.occurrences:
+            by = 1 if is_there else -1
+            for occurrence in node.occurrences:
+                self._count(tier, occurrence.document, by)
 
     def named(self, node: DocumentNode, occurrence: Occurrence, by: int) -> None:
         """A document ends at `node` (1), or that is forgotten (-1)."""

@@ -128,13 +128,14 @@ class KnowledgeTree(UnifiedRadixCache):
 
     # A request's life
 
-    def key_of(
-        self, req: Any, token_ids: array[int], *, start: int = 0, limit: int | None = None
-    ) -> RadixKey:
-        """Where the tree has the part of the prompt of `req` that begins at `start`."""
-        shared_tokens = self._public_tokens(req) - start
+    def key_of(self, req: Any, token_ids: array[int], *, limit: int | None = None) -> RadixKey:
+        """Where the tree has the prompt of `req`, or what of it is up to `limit`."""
         return prompt_key(
-            token_ids, req.extra_key, req.cache_salt, limit=limit, shared_tokens=shared_tokens
+            token_ids,
+            req.extra_key,
+            req.cache_salt,
+            limit=limit,
+            shared_tokens=self._public_tokens(req),
         )
 
     def path_keys(self, req: Any) -> list[bytes]:
@@ -199,19 +200,17 @@ class KnowledgeTree(UnifiedRadixCache):
         start, end = sum(node.statistics.tokens for node in nodes), self.page_floor(up_to)
         if start >= end:
             return nodes
-        key = self.key_of(req, req.full_untruncated_fill_ids[start:end], start=start)
-        row = self.req_to_token_pool.req_to_token[kv.req_pool_idx, start:end]
+        key = self.key_of(req, req.full_untruncated_fill_ids, limit=end)
+        row = self.req_to_token_pool.req_to_token[kv.req_pool_idx][start:end]
         slots = row.to(torch.int64, copy=True)
-        cuts = [cut - start for cut in retrieval.cuts(core.page_size)]
-        found = core.extend(core.node_by_id(above), key, slots, cuts, req.session_id)
+        cuts = retrieval.cuts(core.page_size)
+        found = core.extend(core.node_by_id(above), key, start, slots, cuts, req.session_id)
         for action in found.actions:
             self._apply_cache_action(action)
         for first, last, known in found.known:
             # What another request has inserted meanwhile was computed twice.
-            self._apply_cache_action(FreeDeviceKV([slots[first:last]]))
-            self.req_to_token_pool.write(
-                (kv.req_pool_idx, slice(start + first, start + last)), known
-            )
+            self._apply_cache_action(FreeDeviceKV([slots[first - start : last - start]]))
+            self.req_to_token_pool.write((kv.req_pool_idx, slice(first, last)), known)
         nodes += found.nodes
         req.last_node = nodes[-1].id
         req.lock = TreeLock(req.last_node, DecLockRefParams(node_id=req.last_node))
@@ -232,18 +231,22 @@ class KnowledgeTree(UnifiedRadixCache):
         self.control.unlocked()
 
     def check_hicache_events(self) -> None:
-        # Ranks agree there on what is done; one alone need not ask while there is nothing.
-        if not (self.is_alone and self._rests()):
+        if self.enable_storage or not self.is_alone:
             super().check_hicache_events()
             if self.enable_storage:
                 self.storing.poll()
+        else:
+            self._check_copies()
         self.control.unlocked()
 
-    def _rests(self) -> bool:
-        """Whether no copy is queued or in flight, in either direction."""
-        queued = self.cache_controller.write_queue
-        under_way = self.ongoing_write_through or self.ongoing_load_back
-        return not (queued or under_way or self.enable_storage)
+    def _check_copies(self) -> None:
+        """SGLang's check, of a rank that has none to agree with and no storage."""
+        controller = self.cache_controller
+        controller.start_writing()
+        if done := self._count_ready_acks(controller.ack_write_queue):
+            self.writing_check(finish_count=done)
+        if done := self._count_ready_acks(controller.ack_load_queue):
+            self.loading_check(finish_count=done)
 
     # Speculations that are promoted
 

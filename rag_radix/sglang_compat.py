@@ -128,6 +128,8 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             ),
             "_execute_and_commit_kv_backup": ("self", "action", "write_back"),
             "writing_check": ("self", "write_back", "finish_count"),
+            "loading_check": ("self", "finish_count"),
+            "_count_ready_acks": ("self", "ack_queue"),
             "attach_storage_backend": (
                 "self",
                 "storage_backend",

@@ -148,7 +148,8 @@ class Tier:
                 node.offered[self.name] = None
 
     def record_eviction(self, node: DocumentNode) -> None:
-        self.clock.evicted = max(self.clock.evicted, node.ranks[self.name].priority)
+        if (priority := node.ranks[self.name].priority) > self.clock.evicted:
+            self.clock.evicted = priority
         self.evicted_nodes += 1
         self.evicted_tokens += node.statistics.tokens
 

@@ -193,21 +193,23 @@ class KnowledgeTreeCore(TierMoves):
         self,
         above: DocumentNode,
         key: RadixKey,
+        start: int,
         slots: torch.Tensor,
         cuts: Sequence[int],
         session_id: str | None,
     ) -> Extension:
-        """Let the path to `above`, which the caller has locked, go on with `key`.
+        """Let the path to `above`, which the caller has locked, go on as `key` does.
 
         Args:
             above: The root, or a node on the device.
-            key: Whole pages; where its namespace changes there is a cut.
-            slots: [len(key)] int64: device slots of its tokens. Those that the device doesn't
-                have yet are the tree's from now on, and so is the tensor.
+            key: From the root on, whole pages; where its namespace changes there is a cut.
+            start: Where `above` ends in it.
+            slots: [len(key) - start] int64: device slots of the tokens that follow. Those that
+                the device doesn't have yet are the tree's from now on, and so is the tensor.
             cuts: Ascending positions in `key` at which what is new is cut into nodes.
             session_id: Of the request, for events.
         """
-        node, first, length = above, 0, len(key)
+        node, first, length = above, start, len(key)
         found = Extension([], [], [])
         while first < length:
             run = run_at(key, first)
@@ -221,7 +223,8 @@ class KnowledgeTreeCore(TierMoves):
                     found.actions.append(action)
             data = child.component_data[_FULL]
             if data.value is None:
-                self._unevict_node_on_insert(child, slots[first : first + matched], session_id)
+                part = slots[first - start : first - start + matched]
+                self._unevict_node_on_insert(child, part, session_id)
             else:
                 found.known.append((first, first + matched, data.value))
             self.lock_below(child)
@@ -229,8 +232,8 @@ class KnowledgeTreeCore(TierMoves):
             node, first = child, first + matched
         for last in (*(cut for cut in cuts if first < cut < length), length):
             if last > first:
-                part = run_at(key, first)[first:last]
-                node = self._add_locked(node, part, slots[first:last], session_id)
+                tokens, part = run_at(key, first)[first:last], slots[first - start : last - start]
+                node = self._add_locked(node, tokens, part, session_id)
                 found.nodes.append(node)
                 first = last
         return found

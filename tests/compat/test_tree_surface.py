@@ -161,6 +161,7 @@ REPLACED = {
         "_execute_and_commit_kv_backup",
         "_execute_kv_backup",
         "_track_write_through_node",
+        "check_hicache_events",
         "lock",
     ),
     "mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore": (
@@ -208,7 +209,7 @@ REPLACED = {
         "recover_after_unevict",
     ),
 }
-REPLACED_DIGEST = "904c9296851ae5f7"
+REPLACED_DIGEST = "9a1cb9fa89e3416c"
 
 
 def test_what_ours_is_written_in_place_of_has_not_changed():
