@@ -225,9 +225,8 @@ def _name(rng: random.Random) -> str:
 
 
 def _control(rng: random.Random) -> Call:
-    path = rng.choice(
-        ["/rag/invalidate", "/rag/pin", "/rag/unpin", "/rag/warm", "/rag/promote", "/rag/order"]
-    )
+    names = ["invalidate", "pin", "unpin", "warm", "promote", "order", "place"]
+    path = "/rag/" + rng.choice(names)
     body: dict[str, Any] = {"id": _name(rng)}
     if path == "/rag/pin":
         body |= {"tier": rng.choice(["device", "host", "disk"]), "ttl_s": rng.choice([0.5, 1, 0])}
@@ -241,6 +240,9 @@ def _control(rng: random.Random) -> Call:
         if rng.random() < 0.5:
             spans = [{"id": _name(rng), "start": 0, "end": rng.randrange(6)}]
             body["rag"] = {"documents": spans, "unit": "char", "salt_from": rng.choice([0, 1])}
+    elif path == "/rag/place":
+        spans = [{"id": _name(rng), "start": 0, "end": rng.randrange(9)}]
+        body = {"text": "Hi, you.", "rag": {"documents": spans, "unit": "char"}}
     if rng.random() < 0.2:
         body["cache_salt"] = _name(rng)
     return Call(path, dumped(_mutated(rng, body, 0.4)))
