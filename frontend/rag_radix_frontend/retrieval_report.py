@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from operator import add, attrgetter
+from operator import add
+from typing import NamedTuple
 
 from rag_radix_frontend.processes import PerProcess
 
 
-@dataclass(frozen=True, slots=True)
-class RetrievalReport:
+class RetrievalReport(NamedTuple):
     """One retrieval, or several added up.
 
     A speculation that has started is in the end one of refused, ended, failed, cancelled or kept;
@@ -47,11 +46,8 @@ class RetrievalReport:
     kept: int = 0
     wasted_tokens: int = 0
 
-    def __add__(self, other: RetrievalReport) -> RetrievalReport:
-        return RetrievalReport(*map(add, _values(self), _values(other)))
-
-
-_values = attrgetter(*(field.name for field in fields(RetrievalReport)))
+    def __add__(self, other: RetrievalReport) -> RetrievalReport:  # type: ignore[override]
+        return RetrievalReport._make(map(add, self, other))
 
 
 class RetrievalLog(PerProcess):
