@@ -194,17 +194,20 @@ def test_without_a_thread_what_is_in_the_same_expression_is_sent_ahead(
     assert [r.speculative for r in server.requests] == [True, False]
 
 
-def test_the_stop_strings_of_an_expression_do_not_grow(
-    server: SpeculativeServer, backend: RagEndpoint
+@pytest.mark.parametrize("are_the_programs", [False, True])
+def test_stop_strings_do_not_grow(
+    server: SpeculativeServer, backend: RagEndpoint, are_the_programs: bool
 ) -> None:
-    gen = sgl.gen("answer", stop=["x"])
+    stop = {"stop": ["x"]}
+    gen = sgl.gen("answer", **({} if are_the_programs else stop))
 
     @sgl.function
     def program(s: Any) -> None:
         for i in range(3):
             s += rag_retrieve(Scripted(GUESS, sent(server, i + 1), GUESS), "q") + gen
 
-    program.run(backend=backend).sync()
+    program.run(backend=backend, **(stop if are_the_programs else {})).sync()
+    assert stop == {"stop": ["x"]}
     assert [r.body["sampling_params"]["stop"] for r in server.requests] == [["x", "<|im_end|>"]] * 3
     assert [r.speculative for r in server.requests] == [True] * 3
 
