@@ -170,6 +170,8 @@ def _end_tree(process: subprocess.Popen[bytes]) -> None:
     tree += [p for p in psutil.process_iter() if p not in tree and _group(p) == process.pid]
     for member in tree:
         _signal(member, signal.SIGTERM)
+    # Told to end, it would first look for requests, which it does every five seconds.
+    process.kill()
     _, alive = psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
     for member in alive:
         _signal(member, signal.SIGKILL)

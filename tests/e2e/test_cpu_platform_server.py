@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from e2e.cpu_server import Server, ServerError, running_server
+from e2e.tiny_model import make_tiny_llama
+from transformers import LlamaForCausalLM
 
 from rag_radix.cpu_platform import activate
 
@@ -18,43 +20,21 @@ pytestmark = [
     pytest.mark.skipif(activate() is None, reason="this machine has an accelerator"),
 ]
 
-VOCABULARY_SIZE = 512
-# Random weights of one seed in every server, and numbers that don't depend on what was cached.
-COMMON = (
-    *("--load-format", "dummy"),
-    *("--dtype", "float32"),
-    "--skip-tokenizer-init",
-    *("--log-level", "info"),
-)
+OUTPUT_TOKENS = 12
+COMMON = ("--dtype", "float32", "--skip-tokenizer-init", "--log-level", "info")
 
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 192,
-        "intermediate_size": 384,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 3,
-        "vocab_size": VOCABULARY_SIZE,
-        "max_position_embeddings": 4096,
-        "dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Prompts that share prefixes and end around pages, chunks and each other."""
     numbers = random.Random(0)
-    system = numbers.choices(range(10, VOCABULARY_SIZE), k=50)
-    documents = [numbers.choices(range(10, VOCABULARY_SIZE), k=n) for n in (300, 16, 511, 31)]
+    system = numbers.choices(range(10, 512), k=50)
+    documents = [numbers.choices(range(10, 512), k=n) for n in (300, 16, 511, 31)]
     orders = [(0,), (0, 1), (0, 2), (3, 2), (2, 0, 1), (1,), (0, 1, 3)]
     return [
         [*system, *(token for d in order for token in documents[d]), 7, 8, len(order)]
@@ -64,17 +44,23 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What SGLang's own attention answers with nothing cached."""
-    with running_server(
-        tiny_model, *COMMON, "--attention-backend", "torch_native", "--disable-radix-cache"
-    ) as server:
-        return [_answer(server, prompt)[0] for prompt in prompts]
+    """What Transformers answers, which caches nothing here."""
+    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    answers = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            while len(tokens) < len(prompt) + OUTPUT_TOKENS:
+                output = model(torch.tensor([tokens]), use_cache=False, logits_to_keep=1)
+                tokens.append(int(output.logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
 
 
 def _answer(server: Server, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
     reply = server.generate(
         input_ids=prompt,
-        sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+        sampling_params={"temperature": 0, "max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True},
     )
     return reply["output_ids"], reply["meta_info"]
 
@@ -93,12 +79,12 @@ def _assert_same_answers(
 def _answer_batch(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     replies = server.generate(
         input_ids=prompts,
-        sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
+        sampling_params={"temperature": 0, "max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True},
     )
     return [reply["output_ids"] for reply in replies]
 
 
-def test_a_server_without_any_flag_of_ours_answers_like_uncached_torch_native(
+def test_a_server_without_any_flag_of_ours_answers_like_transformers(
     tiny_model: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     with running_server(tiny_model, *COMMON) as server:

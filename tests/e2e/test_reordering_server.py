@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ import pytest
 from e2e.cpu_server import Server, running_server
 from e2e.exactness import Prompt, ask, ask_all, assert_intact, make_prompts, stats, stream
 from e2e.tiny_model import make_tiny_llama
+from e2e.waiting import slow_passes, until
 
 pytestmark = pytest.mark.server
 
@@ -57,7 +57,11 @@ def test_a_burst_beyond_capacity_is_answered_right(server):
     prompts = make_prompts(40, page_size=16, chunk_tokens=CHUNK_TOKENS)
     expected = cold(server, prompts)
     before = stats(server)["queue"]
-    answers = ask_all(server, prompts, concurrency=40)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        with all_running(server):
+            asked = [pool.submit(ask, server, each) for each in prompts]
+            wait_for_queue(server, len(prompts))
+        answers = [each.result() for each in asked]
     assert [answer.tokens for answer in answers] == expected
     queue = assert_intact(server)["queue"]
     assert queue["order"] == "reuse"
@@ -71,8 +75,11 @@ def all_running(server: Server) -> Iterator[None]:
 
     def run(number: int) -> None:
         body = prompt(number, tokens=8).body(800, rid=f"{number:032d}")
-        for _ in stream(server, body):
-            begun.release()
+        events = stream(server, body)
+        next(events)
+        begun.release()
+        for _ in events:
+            pass
 
     numbers = range(90, 90 + RUNNING)
     begun = threading.Semaphore(0)
@@ -80,22 +87,16 @@ def all_running(server: Server) -> Iterator[None]:
         blockers = [pool.submit(run, number) for number in numbers]
         for _ in blockers:
             assert begun.acquire(timeout=60)
-        yield
+        with slow_passes(server):
+            yield
         for number in numbers:
             server.post("/abort_request", {"rid": f"{number:032d}"})
     for blocker in blockers:
         blocker.result()
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def wait_for_queue(server: Server, length: int) -> None:
-    wait_until(lambda: server.get("/rag/pool")["waiting"] == length)
+    until(lambda: server.get("/rag/pool")["waiting"] == length)
 
 
 def test_the_warm_half_of_a_burst_is_served_before_the_cold_half(server):
@@ -151,11 +152,12 @@ def test_who_waits_for_a_document_gets_on_when_the_one_that_computes_it_is_abort
     expected = cold(server, burst)
     aborted = "f" * 32
     with ThreadPoolExecutor(RUNNING) as pool:
-        first = pool.submit(server.generate, **burst[0].body(rid=aborted))
-        wait_until(lambda: stats(server)["device"]["locked_tokens"] > 0)
-        held = [pool.submit(ask, server, each) for each in burst[1:]]
-        wait_for_queue(server, len(held))
-        server.post("/abort_request", {"rid": aborted})
+        with slow_passes(server):
+            first = pool.submit(server.generate, **burst[0].body(rid=aborted))
+            until(lambda: stats(server)["device"]["locked_tokens"] > 0)
+            held = [pool.submit(ask, server, each) for each in burst[1:]]
+            wait_for_queue(server, len(held))
+            server.post("/abort_request", {"rid": aborted})
         assert [answer.result().tokens for answer in held] == expected[1:]
     assert first.result()["meta_info"]["finish_reason"]["type"] == "abort"
     assert_intact(server)

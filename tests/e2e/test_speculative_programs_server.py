@@ -19,6 +19,7 @@ import sglang as sgl
 from e2e.cpu_server import Server, running_server
 from e2e.exactness import BF16_MARGIN, MODEL, differs, reference_of
 from e2e.tiny_model import make_tiny_llama
+from e2e.waiting import until
 from rag_radix_frontend import Document, RagEndpoint, ScoredDocument, Stage, rag_retrieve
 from rag_radix_frontend.errors import RequestAborted
 
@@ -71,13 +72,6 @@ def is_idle(server: Server) -> bool:
     stats = server.get("/rag/stats")
     busy = stats["speculation"]["in_flight"] or stats["device"]["locked_tokens"]
     return not busy and server.get("/rag/pool")["waiting"] == 0
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened for a minute"
-        time.sleep(0.005)
 
 
 class Scripted:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import orjson
 import pytest
 import sglang as sgl
-from e2e.cpu_server import Server, running_server
+from e2e.cpu_server import Server
+from e2e.waiting import until
 from openai import AsyncOpenAI, OpenAI
 from rag_radix_frontend import (
     FaissRetriever,
@@ -34,15 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Error in stream_executor"),
 ]
 
-MODEL = Path(__file__).parents[2] / ".cache" / "models" / "SmolLM2-135M-Instruct"
-FLAGS = ["--max-total-tokens", "8192", "--context-length", "4096", "--dtype", "float32"]
 QUESTION = "How does the with statement work?"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server(MODEL, *FLAGS, "--radix-cache-backend", "knowledge-tree") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +141,10 @@ def test_cancelling_ends_a_long_generation(
         s += sgl.gen("answer", max_tokens=3000, ignore_eos=True)
 
     state = program.run(backend=backend, stream=stream)
-    canceller = threading.Timer(1.0, backend.cancel, [state])
-    canceller.start()
+    until(lambda: server.get("/rag/stats")["device"]["locked_tokens"])
+    backend.cancel(state)
     with pytest.raises(RequestAborted):
         list(state.text_iter("answer"))
-    canceller.join()
     assert server.generate(text="Hello", sampling_params={"max_new_tokens": 2})["text"]
 
 

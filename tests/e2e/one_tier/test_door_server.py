@@ -7,12 +7,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from e2e.cpu_server import Server, running_server
+from e2e.exactness import MODEL
 from transformers import AutoTokenizer
 
 from rag_radix.document import DocumentSpan
@@ -20,7 +20,6 @@ from rag_radix.placement import piece_tokenizer
 
 pytestmark = pytest.mark.server
 
-MODEL = Path(__file__).parents[2] / ".cache" / "models" / "SmolLM2-135M-Instruct"
 FLAGS = ["--max-total-tokens", "8192", "--context-length", "4096"]
 
 SYSTEM = "Answer from the documents.\n\n"
@@ -32,12 +31,6 @@ MESSAGES = [
     {"role": "system", "content": "Be brief. " + CAT},
     {"role": "user", "content": DOG + "\n" + QUESTION + "\n" + CAT},
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server(MODEL, *FLAGS, "--radix-cache-backend", "knowledge-tree") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +267,7 @@ def test_after_all_refusals_the_server_still_answers(server: Server) -> None:
     assert all(load["num_waiting_reqs"] == 0 for load in loads)
 
 
+@pytest.mark.slow
 def test_without_the_knowledge_tree_nothing_is_read_or_refused(tokenizer: Any) -> None:
     with running_server(MODEL, *FLAGS) as stock:
         reply = stock.generate(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from e2e.cpu_server import Server, running_server
-from e2e.exactness import MODEL, Prompt, ask, assert_intact, make_prompts, stats, stream
+from e2e.exactness import Prompt, ask, assert_intact, make_prompts, stats, stream
 
 from rag_radix.cli import main
 from rag_radix.cost_model import PrefillCostTable
@@ -16,21 +14,13 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    flags = ["--radix-cache-backend", "knowledge-tree", "--enable-hierarchical-cache"]
-    flags += ["--max-total-tokens", "2048", "--hicache-ratio", "4", "--dtype", "float32"]
-    with running_server(MODEL, *flags) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
-    return make_prompts(12, page_size=16, chunk_tokens=256)
+    return make_prompts(12, page_size=16, chunk_tokens=128)
 
 
 def test_one_line_in_the_log_names_tree_policy_and_tiers(server):
     (line,) = [line for line in server.log().splitlines() if "Knowledge tree:" in line]
-    for part in ("KnowledgeTree", "Pgdsf", "device 2,048 tokens (90 MiB)", "host", "page 1"):
+    for part in ("KnowledgeTree", "Pgdsf", "device 2,048 tokens (1 MiB)", "host", "page 1"):
         assert part in line
 
 
@@ -53,14 +43,10 @@ def test_parallel_samples_count_as_one_retrieval(server, prompts):
 
 
 def test_structured_output_is_valid_and_the_same_when_cached(server, prompts):
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "maximum": 9}},
-        "required": ["ok", "n"],
-        "additionalProperties": False,
-    }
     body = prompts[2].body(output_tokens=40)
-    body["sampling_params"] |= {"json_schema": json.dumps(schema), "ignore_eos": False}
+    # Of a JSON schema, a model of random weights writes blanks without end.
+    regex = r'\{"ok": (true|false), "n": [0-9]\}'
+    body["sampling_params"] |= {"regex": regex, "ignore_eos": False}
     server.flush_cache()
     cold, warm = server.generate(**body), server.generate(**body)
     assert set(json.loads(cold["text"])) == {"ok", "n"}
@@ -109,7 +95,8 @@ def test_a_profile_finds_its_prefixes_on_device_and_on_host(server, tmp_path):
     arguments = ["--url", server.url, "-o", str(output), "--max-tokens", "256", "--repeats", "1"]
     assert main(["profile", *arguments]) == 0
     profile = json.loads(output.read_text())
-    assert (profile["model"], profile["attention_backend"]) == (str(MODEL), "rag_prefix")
+    model = server.get("/server_info")["model_path"]
+    assert (profile["model"], profile["attention_backend"]) == (model, "rag_prefix")
     assert profile["hits"]["host_problem"] is None
     assert all(profile["hits"]["host_s"])
     assert PrefillCostTable.load(output).new_tokens[-1] == 256
