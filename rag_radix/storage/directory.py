@@ -58,8 +58,6 @@ class Directory:
     Attributes:
         path: Of the directory.
         index: Of the files' pages.
-        left: Names of files that had to go and are there with all that is in them: whoever scans
-            the directory next may read them.
         gone_files: That had to go and went.
     """
 
@@ -70,8 +68,8 @@ class Directory:
         self._identity = identity
         self._foreign: dict[str, int] = {}  # inodes by name
         self._unread: set[str] = set()  # names of files whose headers couldn't be read
-        self._doomed: set[str] = set()  # of files that couldn't be removed
-        self.left: set[str] = set()
+        # Of files that couldn't be removed, and whether they could be emptied.
+        self._doomed: dict[str, bool] = {}
         self.gone_files = 0
         self._scanned_s = 0.0
         self._scanned_mtime_ns = -1
@@ -146,7 +144,13 @@ class Directory:
 
     def _remove_doomed(self) -> None:
         for name in sorted(self._doomed):
-            self._unlink(self.path / name, must_go=name in self.left)
+            self._unlink(self.path / name, must_go=True)
+
+    @property
+    def left_files(self) -> int:
+        """Files that aren't read any more and couldn't be removed, nor emptied: whoever scans the
+        directory next may read them."""
+        return sum(not is_empty for is_empty in self._doomed.values())
 
     def _look_at(self, path: Path, inode: int) -> None:
         """Take account of a file, and no more of the one before it under its name."""
@@ -183,8 +187,7 @@ class Directory:
         name = segment.path.name
         self._foreign.pop(name, None)
         self._unread.discard(name)
-        self._doomed.discard(name)
-        self.left.discard(name)
+        self._doomed.pop(name, None)
         self.index.add(segment)
 
     def unreadable(self, segment: Segment, why: OSError) -> None:
@@ -228,26 +231,22 @@ class Directory:
             self.remove(segment, must_go=True)
 
     def _unlink(self, path: Path, *, must_go: bool = False) -> None:
-        name = path.name
+        was_empty = self._doomed.get(path.name)
         try:
             path.unlink(missing_ok=True)
-            self._doomed.discard(name)
+            self._doomed.pop(path.name, None)
+            is_gone = True
         except OSError as error:
-            if not (is_empty := _is_emptied(path)) and must_go:
-                self.left.add(name)
-            if name not in self._doomed:
-                self._doomed.add(name)
+            is_gone = self._doomed[path.name] = _is_emptied(path)
+            if was_empty is None:
                 what_now = (
                     "so it has been emptied"
-                    if is_empty
+                    if is_gone
                     else "which is tried again: remove it by hand before the next start, or it is "
                     "read then"
                 )
                 logger.error("Storage: %s can't be removed (%s), %s", path, error, what_now)
-            if not is_empty:
-                return
-        self.left.discard(name)
-        self.gone_files += must_go
+        self.gone_files += must_go and is_gone and not was_empty
 
 
 def _is_emptied(path: Path) -> bool:

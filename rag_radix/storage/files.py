@@ -259,12 +259,12 @@ class SegmentFiles:
 
     @property
     def left_files(self) -> int:
-        """Files that had to go and couldn't be removed, nor emptied."""
+        """See `Directory.left_files`."""
         with self._lock:
-            return len(self._there.left)
+            return self._there.left_files
 
     def try_to_remove(self) -> None:
-        """Try once more to remove them."""
+        """Try once more to remove what couldn't be removed."""
         with self._lock:
             self._there.try_to_remove(now=True)
 

@@ -24,8 +24,8 @@ class StoredRemoval:
     Attributes:
         directory: Of all ranks' files.
         files: Removed, or emptied where they couldn't be.
-        left_files: That are there with all that is in them, of this call or of an earlier one:
-            they are read no more by this server, but by whoever starts next.
+        left_files: That are there with all that is in them, of this call or of what had to go
+            before: they are read no more by this server, but by whoever starts next.
         is_read: Whether it is known which files there are.
     """
 

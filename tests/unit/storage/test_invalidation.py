@@ -77,6 +77,19 @@ def test_what_a_read_only_disk_keeps_is_told_and_goes_when_it_can_be_written(tmp
         assert second.ask(prompt("a", "b", question=2)).from_storage == SYSTEM_TOKENS
 
 
+def test_a_damaged_file_that_a_read_only_disk_keeps_may_hold_what_goes(tmp_path, monkeypatch):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+    for path in tmp_path.glob("*/*/*.kv"):
+        whole = bytearray(path.read_bytes())
+        whole[-1] ^= 1
+        path.write_bytes(whole)
+    with server(tmp_path) as second:
+        read_only(monkeypatch)
+        second.ask(prompt("a", question=1))  # which is where the damage is found
+        assert invalidate(second, id="a").storage.left_files > 0
+
+
 @pytest.mark.parametrize("stops", [True, False])
 def test_what_a_read_only_disk_keeps_goes_while_the_server_runs_or_at_its_stop(
     tmp_path, monkeypatch, stops
