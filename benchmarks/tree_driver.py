@@ -16,12 +16,13 @@ import torch
 from tree_workload import Prompt
 
 from rag_radix.backend import build_tree
+from rag_radix.history import HALF_LIVES, PathHistory, Topic
 from rag_radix.sglang_compat import create_unified_radix_cache
 
 KNOWLEDGE = "knowledge"
 STOCK_CORES = {"stock-python": "python", "stock-rust": "rust"}
 # Above what any document of a measured prompt reaches.
-_POPULAR_USES, _POPULAR_LEAD = 1_000, 1_000_000
+_POPULAR_USES, _POPULAR_LEAD, _POPULAR_COUNT = 1_000, 1_000_000, 1e9
 _PHASES = {
     "match": "match_prefix",
     "load_back": "init_load_back",
@@ -216,6 +217,8 @@ class TreeDriver:
                 node = core.node_by_id(found.best_match_node)
                 node.statistics.frequency = _POPULAR_USES
                 node.statistics.last_access = core.access_time + _POPULAR_LEAD
+                if (history := node.statistics.history) is not None:
+                    node.statistics.history = _popular(history)
                 core.rank(node)
         self._kept = self.name == KNOWLEDGE
 
@@ -319,6 +322,16 @@ class TreeDriver:
         finally:
             for owner, method in timed:
                 delattr(owner, method)
+
+
+def _popular(history: PathHistory) -> PathHistory:
+    """One that is as old, of a popular path on which the model doesn't count."""
+    topic = Topic()
+    topic.counts, topic.uses = (_POPULAR_COUNT,) * len(HALF_LIVES), 1
+    topic.last_use = history.topic.last_use
+    popular = PathHistory(topic)
+    popular.uses, popular.group = 1, history.group
+    return popular
 
 
 class _TimedTree:
