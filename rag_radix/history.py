@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from itertools import islice
 
 import numpy as np
@@ -23,6 +24,12 @@ _EVIDENCE_HALF_LIFE = 1_000.0
 _PUBLISHED_EVERY = 500
 # Uses that the model is as sure of at first as of evidence.
 _PRIOR_USES = 10.0
+
+
+@lru_cache(maxsize=256)
+def _decays_until(age: int) -> tuple[float, ...]:
+    """What is left of a decayed count after `age` retrievals, by half-life."""
+    return tuple(2.0 ** (-age / half_life) for half_life in HALF_LIVES)
 
 
 class Kind(IntEnum):
@@ -66,9 +73,13 @@ class Topic:
     def counts_at(self, now: int) -> tuple[float, ...]:
         """`counts`, decayed until `now`."""
         age = now - self.last_use
+        if age == 0:
+            return self.counts
         return tuple(
-            count * 2.0 ** (-age / half_life)
-            for count, half_life in zip(self.counts, HALF_LIVES, strict=True)
+            [
+                count * 2.0 ** (-age / half_life)
+                for count, half_life in zip(self.counts, HALF_LIVES, strict=True)
+            ]
         )
 
 
@@ -148,15 +159,13 @@ class ReuseModel:
         self._publish(1)
 
     def rate(self, history: PathHistory, age: int) -> float:
-        """Uses per retrieval when the topic's last use is `age` retrievals ago."""
-        topic = history.topic
-        rate: float = sum(
-            weight * count * 2.0 ** (-age / half_life)
-            for weight, count, half_life in zip(
-                self.rates[history.group], topic.counts, HALF_LIVES, strict=True
-            )
-        )
-        return history.share * rate
+        """Uses per retrieval when the topic's last use is `age` retrievals ago, an age of which
+        there are few."""
+        topic, rate = history.topic, 0.0
+        weights, decays = self.rates[history.group], _decays_until(age)
+        for weight, count, decay in zip(weights, topic.counts, decays, strict=True):
+            rate += weight * count * decay
+        return history.uses / topic.uses * rate
 
     def _publish(self, now: int) -> None:
         prior = _PRIOR_USES / len(HALF_LIVES)
@@ -186,10 +195,13 @@ class ReuseModel:
         """Record a use of `topic`, of which its paths are expected to keep their shares."""
         uses, counts = max(topic.uses, 1), topic.counts_at(now)
         topic.record(now)
-        gained = np.array(topic.counts) / topic.uses - np.array(counts) / uses
+        gained = [
+            count / topic.uses - earlier / uses
+            for count, earlier in zip(topic.counts, counts, strict=True)
+        ]
         for group, path_uses in enumerate(topic.path_uses):
             if path_uses:
-                self._counts[group] += path_uses * gained
+                _add(self._counts[group], path_uses, gained)
 
     def use(self, history: PathHistory, now: int, kind: Kind, *, is_first: bool = False) -> None:
         """Learn from a use of a path at `now`, and record it; that of its topic is recorded."""
@@ -200,7 +212,8 @@ class ReuseModel:
                 for rate, count in zip(self.rates[history.group], history.topic.counts, strict=True)
             ]
             if (total := sum(predicted)) > 0:
-                self._attributed[history.group] += np.array(predicted) / total
+                shares = [each / total for each in predicted]
+                _add(self._attributed[history.group], 1, shares)
         history.record(kind, is_first=is_first)
         history.is_predicted = True
         self._expect(history, now, 1)
@@ -236,7 +249,13 @@ class ReuseModel:
         """Count on uses of the path as it is, or no longer."""
         topic = history.topic
         topic.path_uses[history.group] += sign * history.uses
-        self._counts[history.group] += sign * history.share * np.array(topic.counts_at(now))
+        _add(self._counts[history.group], sign * history.share, topic.counts_at(now))
+
+
+def _add(row: np.ndarray, factor: float, values: Iterable[float]) -> None:
+    """Add `factor` times `values`: of so few, NumPy would take three times as long."""
+    for index, value in enumerate(values):
+        row[index] += factor * value
 
 
 class PathHistories:

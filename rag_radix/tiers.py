@@ -114,7 +114,8 @@ class Tier:
                     entry[2].offered[self.name] = None
                     return entry[2]
             return None
-        self._rank_expired()
+        if self._expiring and self._expiring[0][0] <= self.clock.now:
+            self._rank_expired()
         best: DocumentNode | None = None
         bound = (math.inf, 0)
         passed_over: list[DocumentNode] = []

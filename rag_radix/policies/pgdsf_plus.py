@@ -42,19 +42,16 @@ class PgdsfPlus(ReplacementPolicy):
         return self.rank(statistics, clock).priority
 
     def rank(self, statistics: NodeStatistics, clock: Clock) -> Rank:
-        age = _age(statistics, clock)
+        history = statistics.history
+        if history is None:
+            age = clock.now - statistics.last_access
+            return Rank(0.0, 0.0, clock.now + _until(age) - age)
+        age = clock.now - history.topic.last_use
         until = _until(age)
-        value = self._value(statistics, clock, until)
-        return Rank(value, value, clock.now + until - age)
-
-    @staticmethod
-    def _value(statistics: NodeStatistics, clock: Clock, age: int) -> float:
-        if statistics.history is None:
-            return 0.0
-        value = statistics.mean_cost_per_token_s * clock.reuse.rate(statistics.history, age)
-        if clock.tier is TierName.DEVICE and statistics.has_host_copy:
+        value = statistics.mean_cost_per_token_s * clock.reuse.rate(history, until)
+        if statistics.has_host_copy and clock.tier is TierName.DEVICE:
             value *= _LOAD_SHARE
-        return value
+        return Rank(value, value, clock.now + until - age)
 
     def foreseen(self, statistics: NodeStatistics, clock: Clock) -> float:
         if statistics.history is None:
@@ -76,11 +73,6 @@ class PgdsfPlus(ReplacementPolicy):
             node.tokens * (self.priority(node, clock) + self.foreseen(node, clock))
             for node in nodes
         )
-
-
-def _age(statistics: NodeStatistics, clock: Clock) -> int:
-    history = statistics.history
-    return clock.now - (statistics.last_access if history is None else history.topic.last_use)
 
 
 def _until(age: int) -> int:
