@@ -156,6 +156,14 @@ def test_a_reply_is_the_same_however_its_head_is_written(
     assert server.connected == 1
 
 
+def test_a_refusal_keeps_its_status_and_the_connection(server: Server) -> None:
+    server.replies = [[OK.replace(b"200 OK", b"503 Busy")]]
+    connections = Connections(server.url)
+    refused, taken = connections.request("/x", {}), connections.request("/x", {})
+    assert (refused.status_code, refused.json()) == (503, {"a": 1})
+    assert (taken.status_code, server.connected) == (200, 1)
+
+
 def test_a_request_is_sent_as_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sends: list[bytes] = []
     sendall = socket.socket.sendall
