@@ -183,7 +183,7 @@ class KnowledgeTree(UnifiedRadixCache):
             self._counting.count(retrieval, path)
         self._rank_uncounted(path)
         if self.is_write_back:
-            self.swap_out.copy_ahead([node for node, _ in path])
+            self.swap_out.copy_ahead(node for node, _ in path)
 
     def _publish(self, req: Any, up_to: int, retrieval: Retrieval) -> list[DocumentNode]:
         """SGLang's checkpoint, for what the request has locked already: its path goes on below

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rag_radix.component import HostVictims
 from rag_radix.host_slots import HostSlots
+from rag_radix.policies.base import ReplacementPolicy
 from rag_radix.sglang_compat import (
     BackupKV,
     CacheOperation,
@@ -41,6 +43,8 @@ class SwapOut:
         self._begun: list[tuple[DocumentNode, torch.Tensor]] = []  # copies and what they read
         self._waits = False  # for copies that SGLang has begun in this walk
         self.host_slots = HostSlots(tree)
+        # Whether the policy ever refuses a copy.
+        self._is_choosy = type(tree.settings.policy).admits is not ReplacementPolicy.admits
 
     def make_room(self, evicted: dict[Any, int], tokens: int) -> None:
         """Evict device leaves, lowest priority first, until `tokens` have left the device or
@@ -110,7 +114,7 @@ class SwapOut:
         tokens: int = result.tracker.get(_FULL, 0)
         return tokens
 
-    def copy_ahead(self, path: list[DocumentNode]) -> None:
+    def copy_ahead(self, path: Iterable[DocumentNode]) -> None:
         """Begin to copy what of `path` is to have a host copy before it leaves the device, upper
         nodes first: what prompts begin with, what storage wants, or all that isn't an unused
         tail."""
@@ -165,13 +169,7 @@ class SwapOut:
         victims = component.choose_host_victims(missing) if missing > 0 else HostVictims()
         if victims is None:
             return False
-        # What is locked there, a pinned document's prefix, has no choice.
-        is_to_have = node.keeps_host_copy or node.component_data[_FULL].host_lock_ref
-        if not is_to_have and not tree.settings.policy.admits(
-            [kept.statistics for kept in _subtree(node)],
-            [leaf.statistics for leaf in victims.leaves],
-            component.host.clock,
-        ):
+        if self._is_choosy and not self._is_admitted(node, victims):
             component.keep(victims)
             tree.counters.refused_nodes += 1
             tree.counters.refused_tokens += tokens
@@ -189,6 +187,16 @@ class SwapOut:
         tree._execute_and_commit_kv_backup(BackupKV(node_ids=[node.id]), write_back=not ahead)
         self._waits |= not ahead
         return bool(node.backuped)
+
+    def _is_admitted(self, node: DocumentNode, victims: HostVictims) -> bool:
+        # What is locked there, a pinned document's prefix, has no choice.
+        if node.keeps_host_copy or node.component_data[_FULL].host_lock_ref:
+            return True
+        return self._tree.settings.policy.admits(
+            [kept.statistics for kept in _subtree(node)],
+            [leaf.statistics for leaf in victims.leaves],
+            self._tree.component.host.clock,
+        )
 
     def _begin(self, node: DocumentNode, *, ahead: bool) -> None:
         tree = self._tree

@@ -45,10 +45,10 @@ class TierMoves(LeafTracking):
     @staticmethod
     def copies_to(nodes: Sequence[DocumentNode], slots: torch.Tensor) -> None:
         """The copies of `nodes` that have begun go to `slots`, one after the other."""
-        parts = slots.split_with_sizes([node.statistics.tokens for node in nodes])
+        # Copies, since a view would keep all of them in memory.
+        parts = torch.split_with_sizes_copy(slots, [node.statistics.tokens for node in nodes])
         for node, part in zip(nodes, parts, strict=True):
-            # A part would keep all of them in memory.
-            node.component_data[_FULL].host_value = part.clone()
+            node.component_data[_FULL].host_value = part
 
     def commit_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
         """SGLang's; a copy that it has begun by itself."""

@@ -53,9 +53,10 @@ class LeafTracking(UnifiedTreeCore):
     def rank(self, node: DocumentNode) -> None:
         """Rank `node` by its present statistics and clocks, in every tier; on host once it has
         a copy there."""
+        on_host = node.backuped
         for tier in self._component.tiers:
             tier.clock.observe(node.statistics)
-            if tier.name is not TierName.HOST or node.backuped:
+            if on_host or tier.name is not TierName.HOST:
                 tier.rank(node)
         self.offer(node)
 
@@ -63,7 +64,7 @@ class LeafTracking(UnifiedTreeCore):
         """Let `node` be a candidate at its present ranks wherever it may leave."""
         if node in self.evictable_device_leaves:
             self._component.device.offer(node)
-        if node in self.evictable_host_leaves:
+        elif node in self.evictable_host_leaves:
             self._component.host.offer(node)
         if self._reclaims_duplicates and self._can_reclaim_full_host_duplicate(node):
             self._component.duplicates.offer(node)
@@ -108,7 +109,8 @@ class LeafTracking(UnifiedTreeCore):
 
     def _register_node(self, node: DocumentNode) -> None:
         super()._register_node(node)
-        self.holdings.tails += node.is_tail
+        if node.is_tail:
+            self.holdings.tails += 1
 
     def _remove_leaf_from_parent(self, node: DocumentNode) -> None:
         parent = node.parent
