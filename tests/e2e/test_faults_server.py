@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import urllib.error
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -16,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e.cpu_server import Server, ServerError, running_server
-from e2e.exactness import Prompt, ask_all, assert_intact, make_prompts, stream
+from e2e.exactness import Prompt, ask, ask_all, assert_intact, make_prompts, stream
 from e2e.plugins import environment_with
 from e2e.tiny_model import make_tiny_llama
 
@@ -50,6 +51,7 @@ def fault_here():
 
 def storage_fails():
     real_open, real_unlink, real_replace = Path.open, Path.unlink, Path.replace
+    real_truncate = os.truncate
 
     def fault_of(path):
         return fault_here() if str(path).startswith(STORAGE) else ""
@@ -60,16 +62,21 @@ def storage_fails():
             time.sleep(0.1)
         for name, of_writes, code in (
             ("full", True, errno.ENOSPC), ("read-only", True, errno.EROFS),
-            ("unreadable", False, errno.EIO),
+            ("read-only-directory", True, errno.EACCES), ("unreadable", False, errno.EIO),
         ):
             if (fault, writes) == (name, of_writes):
                 raise OSError(code, os.strerror(code), str(path))
         return real_open(path, mode, *args, **kwargs)
 
     def unlink(path, *args, **kwargs):
-        if fault_of(path) == "read-only":
+        if fault_of(path).startswith("read-only"):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         return real_unlink(path, *args, **kwargs)
+
+    def truncate(path, length):
+        if fault_of(path) == "read-only":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real_truncate(path, length)
 
     def replace(path, target):
         if fault_of(path) == "corrupt":
@@ -79,6 +86,7 @@ def storage_fails():
         return real_replace(path, target)
 
     Path.open, Path.unlink, Path.replace = open_, unlink, replace
+    os.truncate = truncate
 
 def host_is_full():
     from sglang.srt.managers.cache_controller import HiCacheController
@@ -209,6 +217,86 @@ def test_storage_that_fails_on_one_rank_costs_hits_and_nothing_else(
     faulty.flush()
     assert faulty.ask_everything(concurrency=1) > 0
     assert_intact(faulty.server)
+
+
+def stored_of(faulty: Faulty, document: str) -> int:
+    """The most tokens that prompts which begin with `document` find in storage."""
+    most = 0
+    for prompt, expected in zip(faulty.prompts, faulty.expected, strict=True):
+        if prompt.documents[0][0] == document:
+            answer = ask(faulty.server, prompt)
+            assert answer.tokens == expected
+            most = max(most, answer.storage_hit)
+    return most
+
+
+def wait_until_stored(server: Server) -> None:
+    """Until nothing more is written: a flush is refused while something is."""
+    server.post(f"/flush_cache?timeout={DEADLINE_S:g}", {})
+
+
+@pytest.mark.parametrize("rank", [0, 1, "all"])
+def test_what_a_read_only_disk_keeps_is_an_error_and_never_found_again(
+    faulty: Faulty, rank: int | str
+) -> None:
+    document, _, end = faulty.prompts[0].documents[0]
+    faulty.ask_everything(concurrency=1)
+    faulty.flush()
+    assert stored_of(faulty, document) >= end // PAGE * PAGE
+    faulty.set("read-only", rank)
+    with pytest.raises(urllib.error.HTTPError) as error:
+        faulty.server.post("/rag/invalidate", {"id": document})
+    reply = json.loads(error.value.read())
+    assert (error.value.code, reply["removed"]["places"] > 0) == (500, True)
+    storage = reply["removed"]["storage"]
+    assert storage["left_files"] > 0
+    assert f"{storage['left_files']} files in {faulty.files}" in reply["error"]["message"]
+    faulty.flush()
+    assert stored_of(faulty, document) < end // PAGE * PAGE
+    faulty.set("none")
+    assert faulty.server.post("/rag/invalidate", {"id": document})["storage"]["left_files"] == 0
+    faulty.flush()
+    assert stored_of(faulty, document) < end // PAGE * PAGE
+    assert_intact(faulty.server)
+
+
+def test_what_went_from_a_read_only_directory_is_not_found_by_the_next_server(
+    tmp_path: Path,
+) -> None:
+    model, files = make_tiny_llama(tmp_path / "model"), tmp_path / "files"
+    fault, env = environment(tmp_path, files)
+    flags = [*FLAGS, *STORAGE, "--file-storage-path", str(files)]
+    prompts = make_prompts(12, page_size=PAGE, chunk_tokens=128)
+    gone, kept = list(dict.fromkeys(prompt.documents[0] for prompt in prompts))[:2]
+    with running_server(model, *flags, env=env) as server:
+        expected = [answer.tokens for answer in ask_all(server, prompts, concurrency=1)]
+        wait_until_stored(server)
+        inject(fault, "read-only-directory", "all")
+        storage = server.post("/rag/invalidate", {"id": gone[0]})["storage"]
+        assert (storage["files"] > 0, storage["left_files"]) == (True, 0)
+        inject(fault, "read-only", "all")
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            server.post("/rag/invalidate", {"id": kept[0]})
+        main = psutil.Process(server.pid)
+        os.killpg(server.pid, signal.SIGKILL)
+        main.wait(DEADLINE_S)
+    # What was told to be left is found, and nothing else of the two.
+    with running_server(model, *flags, env=env) as server:
+        faulty = Faulty(server, fault, files, prompts, expected)
+        assert stored_of(faulty, gone[0]) < gone[2] // PAGE * PAGE
+        assert stored_of(faulty, kept[0]) >= kept[2] // PAGE * PAGE
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            server.post("/rag/invalidate", {"id": kept[0]})
+        inject(fault, "none", "all")
+        main = psutil.Process(server.pid)
+        main.terminate()  # the last try comes at the stop
+        main.wait(DEADLINE_S)
+    with running_server(model, *flags, env=env) as server:
+        faulty = Faulty(server, fault, files, prompts, expected)
+        for name, _, end in (gone, kept):
+            assert stored_of(faulty, name) < end // PAGE * PAGE
+        assert faulty.ask_everything(concurrency=1) > 0
+        assert_intact(server)
 
 
 def test_what_a_full_host_has_no_room_for_is_computed(faulty: Faulty) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from e2e.cpu_server import Server, running_server
 from e2e.exactness import assert_intact
 from e2e.tiny_model import make_tiny_llama
+from e2e.waiting import until
 
 from rag_radix.swap_out import _HOT_USES
 
@@ -22,30 +24,50 @@ FLAGS += ["--page-size", "16", "--dtype", "float32", "--tp-size", "2"]
 ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 SYSTEM = list(range(300, 332))
 DOCUMENT_TOKENS = 96
+WARM_PREFIX, WARM = list(range(400, 448)), 100  # its first document
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    model = make_tiny_llama(tmp_path_factory.mktemp("model"))
-    with running_server(model, *FLAGS, env=ENV) as running:
+    folder = tmp_path_factory.mktemp("operating")
+    model, order = make_tiny_llama(folder / "model"), folder / "warm.json"
+    documents = [{"id": f"w{i}", "tokens": tokens(WARM + i)} for i in range(3)]
+    order.write_text(json.dumps({"prefix": WARM_PREFIX, "documents": documents}))
+    config = ["--radix-eviction-policy-config", json.dumps({"warm": str(order)})]
+    with running_server(model, *FLAGS, *config, env=ENV) as running:
         yield running
 
 
-def ask(server: Server, document: int) -> Any:
-    start = len(SYSTEM)
+def tokens(document: int) -> list[int]:
     first = 1000 + DOCUMENT_TOKENS * document
-    span = {"id": f"d{document}", "start": start, "end": start + DOCUMENT_TOKENS}
+    return list(range(first, first + DOCUMENT_TOKENS))
+
+
+def ask(server: Server, document: int, prefix: list[int] = SYSTEM) -> int:
+    """Returns the tokens found."""
+    span = {"id": f"d{document}", "start": len(prefix), "end": len(prefix) + DOCUMENT_TOKENS}
     custom = {"rag": {"documents": [span]}}
-    return server.generate(
-        input_ids=[*SYSTEM, *range(first, first + DOCUMENT_TOKENS), 7, 8],
+    reply = server.generate(
+        input_ids=[*prefix, *tokens(document), 7, 8],
         sampling_params={"temperature": 0, "max_new_tokens": 2, "custom_params": custom},
     )
+    return int(reply["meta_info"]["cached_tokens"])
 
 
 def top(server: Server) -> list[dict[str, Any]]:
     """The nodes that prompts begin with."""
     nodes: list[dict[str, Any]] = server.get("/rag/tree?depth=1")["tree"]["children"]
     return [node for node in nodes if node["tokens"] == len(SYSTEM)]
+
+
+def test_what_is_to_be_warmed_at_the_start_is_there_before_the_first_question(
+    server: Server,
+) -> None:
+    until(lambda: server.get("/rag/warm")["state"] == "done")
+    assert server.get("/rag/warm")["warmed"] == 3
+    for document in range(WARM, WARM + 3):
+        assert ask(server, document, WARM_PREFIX) == len(WARM_PREFIX) + DOCUMENT_TOKENS
+    server.post("/rag/invalidate", {"all": True})
 
 
 def test_a_system_prompt_has_a_host_copy_once_it_is_hot_and_keeps_it(server: Server) -> None:
