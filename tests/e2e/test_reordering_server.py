@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,24 +74,24 @@ def test_a_burst_beyond_capacity_is_answered_right(server):
 def all_running(server: Server) -> Iterator[None]:
     """While within, as many requests run as may; they end with it, or after 800 tokens."""
 
-    def run(number: int) -> None:
-        body = prompt(number, tokens=8).body(800, rid=f"{number:032d}")
-        events = stream(server, body)
+    def run(number: int, rid: str) -> None:
+        events = stream(server, prompt(number, tokens=8).body(800, rid=rid))
         next(events)
         begun.release()
         for _ in events:
             pass
 
-    numbers = range(90, 90 + RUNNING)
+    # New ones each time: two seconds after a stream's end SGLang aborts once more what has its id.
+    rids = [uuid.uuid4().hex for _ in range(RUNNING)]
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(RUNNING) as pool:
-        blockers = [pool.submit(run, number) for number in numbers]
+        blockers = [pool.submit(run, number, rid) for number, rid in enumerate(rids, 90)]
         for _ in blockers:
             assert begun.acquire(timeout=60)
         with slow_passes(server):
             yield
-        for number in numbers:
-            server.post("/abort_request", {"rid": f"{number:032d}"})
+        for rid in rids:
+            server.post("/abort_request", {"rid": rid})
     for blocker in blockers:
         blocker.result()
 
