@@ -155,34 +155,9 @@ class Connections(PerProcess):
             connection.close()
 
 
-class _Response(HTTPResponse):
-    """Reads the head of an ordinary reply itself: Python reads it as if it were an e-mail's, which
-    is a third of the CPU time of a short request."""
-
-    def begin(self) -> None:
-        """As the base class, of an ordinary reply only as much as is asked for."""
-        head, end, _ = self.fp.peek().partition(b"\r\n\r\n")
-        status, *lines = head.split(b"\r\n")
-        parts = [line.partition(b":") for line in lines]
-        fields = {name.lower(): value.strip() for name, _, value in parts}
-        length = fields.get(b"content-length", b"")
-        is_chunked = fields.get(b"transfer-encoding") == b"chunked"
-        has_one_end = is_chunked != length.isdigit() and b"connection" not in fields
-        if not (end and status.startswith(b"HTTP/1.1 200 ") and has_one_end):
-            super().begin()
-            return
-        self.fp.read(len(head) + len(end))
-        self.version, self.status = 11, HTTPStatus.OK
-        self.chunked, self.will_close = is_chunked, False
-        self.length = None if is_chunked else int(length)
-        self.chunk_left = None
-
-
 class _Connection(HTTPConnection):
     """Sends a request's head and body as one: two sends are two system calls, and wake the server
     twice."""
-
-    response_class = _Response
 
     def request(self, *args: Any, **options: Any) -> None:
         self._pieces: list[bytes] = []
