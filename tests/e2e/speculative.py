@@ -11,12 +11,12 @@ import http.client
 import itertools
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from e2e.cpu_server import Server
+from e2e.waiting import until
 
 ROWS = 2
 LIMIT = 2
@@ -32,15 +32,6 @@ _questions = itertools.count()
 
 def policy(**config: Any) -> list[str]:
     return ["--radix-eviction-policy-config", json.dumps(config)]
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until `condition` holds, and return what it returns."""
-    deadline = time.monotonic() + 60
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "nothing happened for a minute"
-        time.sleep(0.002)
-    return result
 
 
 def until_idle(server: Server) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from e2e.speculative import (
     pool,
     promote,
     request,
-    until,
     until_idle,
 )
 from e2e.tiny_model import make_tiny_llama
+from e2e.waiting import slow_passes, until
 
 pytestmark = pytest.mark.server
 
@@ -256,7 +256,7 @@ def test_a_request_that_needs_tokens_ends_speculations(server):
 
 
 def test_a_request_ends_a_speculation_in_the_middle_of_its_prefill(server):
-    with counting(server) as added:
+    with counting(server) as added, slow_passes(server):
         guess = Answer(server, 1, tokens=3900, speculative=True)
         until(lambda: server.get("/rag/stats")["device"]["locked_tokens"] > 256)
         assert Answer(server, 9).end()["type"] == "length"
@@ -269,9 +269,11 @@ def test_a_request_ends_a_speculation_in_the_middle_of_its_prefill(server):
 
 def test_a_request_for_the_document_that_is_being_prefilled_ends_nothing(server):
     with counting(server) as added:
-        guess = Answer(server, 1, tokens=3900, speculative=True)
-        until(lambda: server.get("/rag/stats")["device"]["locked_tokens"] > 256)
-        same = Answer(server, 1, tokens=3900)
+        with slow_passes(server):
+            guess = Answer(server, 1, tokens=3900, speculative=True)
+            until(lambda: server.get("/rag/stats")["device"]["locked_tokens"] > 256)
+            same = Answer(server, 1, tokens=3900)
+            until(lambda: pool(server)["waiting"] == 1)
         assert same.end()["type"] == guess.end()["type"] == "length"
     assert "ended" not in added
     assert same.events[-1]["meta_info"]["cached_tokens"] >= 3840
@@ -290,7 +292,7 @@ def test_cancelled_while_it_waits(server):
 
 
 def test_cancelled_between_two_chunks(server):
-    with counting(server) as added:
+    with counting(server) as added, slow_passes(server):
         guess = Answer(server, 1, tokens=3900, speculative=True)
         until(lambda: server.get("/rag/stats")["device"]["locked_tokens"] > 256)
         assert guess.abort()["type"] == "abort"

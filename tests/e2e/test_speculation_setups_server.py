@@ -22,10 +22,10 @@ from e2e.speculative import (
     pool,
     promote,
     request,
-    until,
     until_idle,
 )
 from e2e.tiny_model import make_tiny_llama
+from e2e.waiting import slow_passes, until
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -93,7 +93,7 @@ def rows(server: Server) -> None:
 
 
 def chunks(server: Server) -> None:
-    with counting(server) as added:
+    with counting(server) as added, slow_passes(server):
         guess = Answer(server, 1, tokens=3900, speculative=True)
         until(lambda: server.get("/rag/stats")["device"]["locked_tokens"] > 256)
         assert Answer(server, 9).end()["type"] == "length"
@@ -107,9 +107,10 @@ def cancellation(server: Server) -> None:
             waits = Answer(server, 1, speculative=True)
             until(lambda: pool(server)["waiting"] == 1)
             waits.abort()
-        chunked = Answer(server, 2, tokens=3900, speculative=True)
-        until(lambda: server.get("/rag/stats")["device"]["locked_tokens"] > 256)
-        chunked.abort()
+        with slow_passes(server):
+            chunked = Answer(server, 2, tokens=3900, speculative=True)
+            until(lambda: server.get("/rag/stats")["device"]["locked_tokens"] > 256)
+            chunked.abort()
         Answer(server, 3, output_tokens=LONG, speculative=True).decoding().abort()
     assert (added["started"], added["cancelled"]) == (3, 3)
 
