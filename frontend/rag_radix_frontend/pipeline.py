@@ -108,8 +108,13 @@ class Pipeline:
         with self._lock:
             self._forget()
 
+    @property
+    def guesses(self) -> bool:
+        """Whether it makes something of provisional documents."""
+        return self._speculator is not None
+
     def guess(self, documents: Documents) -> None:
-        """The search has found these documents so far."""
+        """The search has found these documents so far; none: nothing that can be guessed at."""
         self._stages += 1
         if self._speculator is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -79,10 +80,14 @@ class SglRetrieve(ComputedText):
             total=speculator.log if speculator else None,
         ) as pipeline:
             for stage in self._retriever.retrieve(self._query, self._k):
-                documents = arrange(stage.documents)
                 if stage.final:
-                    return pipeline.finish(documents)
-                pipeline.guess(documents)
+                    return pipeline.finish(arrange(stage.documents))
+                guessed: Documents = ()
+                # Asking the server for an order renders the documents and may fail; what isn't
+                # the result fails no program.
+                with contextlib.suppress(Exception):
+                    guessed = arrange(stage.documents) if pipeline.guesses else ()
+                pipeline.guess(guessed)
         raise RetrievalError(f"{type(self._retriever).__name__} ended without a final stage")
 
     def _rendered(self, documents: Documents) -> RetrievedText:

@@ -324,23 +324,24 @@ def test_canonical_order_doesnt_depend_on_scores(backend: RagEndpoint, listed: A
 
 
 def test_cached_first_order_is_the_servers(
-    backend: RagEndpoint, listed: Any, monkeypatch: pytest.MonkeyPatch
+    backend: RagEndpoint, listed: Any, monkeypatch: pytest.MonkeyPatch, speculative: bool
 ) -> None:
     asked = []
 
     def cached_order(text: str, documents: list[str], public: bool) -> list[int]:
         asked.append((text, documents))
-        return [0, 1]
+        return [documents.index(DOGS_TEXT), documents.index(CATS_TEXT)]
 
     monkeypatch.setattr(backend, "cached_order", cached_order)
 
     def program(s: Any) -> None:
         s += "Read this.\n"
-        s += rag_retrieve(listed, "animals", order="cached_first", speculative=False)
+        s += rag_retrieve(listed, "animals", order="cached_first", speculative=speculative)
 
     assert run(program, backend)["docs"].ids == ["animals/dogs", "animals/cats"]
-    # Once for the stages with the same documents, in the order of the first of them.
-    assert asked == [("Read this.\n", [DOGS_TEXT, CATS_TEXT])]
+    # Once for the stages with the same documents, in the order of the first that is of use.
+    first = [DOGS_TEXT, CATS_TEXT] if speculative else [CATS_TEXT, DOGS_TEXT]
+    assert asked == [("Read this.\n", first)]
 
 
 def test_other_backends_have_no_cache_to_ask(stub: Any, listed: Any) -> None:
@@ -356,3 +357,4 @@ def test_other_backends_have_no_cache_to_ask(stub: Any, listed: Any) -> None:
 def test_an_unknown_order_is_refused(listed: Any) -> None:
     with pytest.raises(ArgumentError, match="unknown order 'best'"):
         rag_retrieve(listed, "animals", order="best")  # type: ignore[arg-type]
+@pytest.mark.parametrize("speculative", [True, False])

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 import sglang as sgl
 from rag_radix_frontend import Document, RagEndpoint, rag_retrieve
-from rag_radix_frontend.errors import RequestAborted, RetrievalError
-from unit.frontend.speculative_programs import GUESS, MOON, OTHER, SPECULATING, ask, report_of, sent
+from rag_radix_frontend.errors import RequestAborted, RequestError, RetrievalError
+from unit.frontend.speculative_programs import (
+    CATS,
+    DOGS,
+    GUESS,
+    MOON,
+    OTHER,
+    SPECULATING,
+    ask,
+    report_of,
+    sent,
+)
 from unit.frontend.speculative_server import WAIT_S, Scripted, SpeculativeServer, eventually
 
 pytestmark = SPECULATING
@@ -71,6 +81,38 @@ def test_a_template_that_fails_for_a_document_that_is_not_final_fails_nothing(
     state = ask(Scripted(OTHER, GUESS, sent(server), GUESS), template=template).run(backend=backend)
     assert state["answer"] == "[31:'o? ']"
     report_of(state, started=1, kept=1)
+
+
+@pytest.mark.parametrize("failing", ["template", "server"])
+def test_an_order_that_cannot_be_had_for_documents_that_are_not_final_fails_nothing(
+    server: SpeculativeServer,
+    backend: RagEndpoint,
+    failing: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def template(document: Document) -> str:
+        if failing == "template" and document is MOON:
+            raise KeyError("title")
+        return document.text
+
+    def cached_order(text: str, documents: list[str], public: bool) -> list[int]:
+        if failing == "server" and any("moon" in each for each in documents):
+            raise RequestError("no order for these", 400)
+        return [1, 0]
+
+    monkeypatch.setattr(backend, "cached_order", cached_order)
+    server.hold = lambda request: True
+
+    def ended() -> None:
+        eventually(lambda: server.requests[0].end == "Aborted")
+        server.hold = lambda request: False
+
+    first, wrong = (MOON, DOGS), (MOON, CATS)
+    script = Scripted(first, GUESS, sent(server), wrong, ended, GUESS, sent(server, 2), GUESS)
+    state = ask(script, template=template, order="cached_first").run(backend=backend)
+    assert state["answer"] == "[31:'o? ']"
+    assert state["docs"].ids == [DOGS.id, CATS.id]
+    report_of(state, stages=5, started=2, cancelled=1, kept=1)
 
 
 def test_an_error_in_what_follows_is_raised_in_the_program(
