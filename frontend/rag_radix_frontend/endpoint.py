@@ -188,6 +188,8 @@ class RagEndpoint(RuntimeEndpoint):
 
     def _payload(self, s: StreamExecutor, sampling_params: SglSamplingParams) -> dict[str, Any]:
         self._handle_dtype_to_regex(sampling_params)
+        # A type's stop strings are added in place, and a guess may be sent again.
+        sampling_params = own_params(sampling_params)
         options = {name: getattr(sampling_params, name) for name in _LOGPROB_OPTIONS}
         return {
             "text": s.text_,
@@ -232,8 +234,7 @@ class RagEndpoint(RuntimeEndpoint):
             data: dict[str, Any] = {"text": call.state.text_, "sampling_params": {}}
             asked: object = call.arguments
         else:
-            # Making a payload changes the parameters.
-            data = self._payload(call.state, own_params(call.arguments[0]))
+            data = self._payload(call.state, *call.arguments)
             asked = None
         self._add_images(call.state, data)
         annotate(data, self._strict, False, self._cache_salt)

@@ -61,6 +61,29 @@ def test_a_refused_speculation_is_sent_when_the_pool_drains(
 
 
 @pytest.mark.usefixtures("opened")
+@pytest.mark.filterwarnings("error:Both dtype and regex")
+def test_what_is_sent_again_is_the_same_request(
+    server: SpeculativeServer, backend: RagEndpoint
+) -> None:
+    def drain() -> None:
+        sent(server)()
+        eventually(lambda: server.pool_asked > 1)
+        server.waiting = 0
+        sent(server, 2)()
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += rag_retrieve(Scripted(GUESS, drain, GUESS), "q") + sgl.gen("answer", dtype=int)
+
+    filled(server)
+    state = program.run(backend=backend)
+    assert state["answer"] == "[24:'.\\n\\n']"
+    first, second = (r.body["sampling_params"] for r in server.requests)
+    assert first == second
+    assert settled(report_of(state, started=2, refused=1, kept=1))
+
+
+@pytest.mark.usefixtures("opened")
 def test_a_refused_speculation_whose_documents_change_is_not_sent_again(
     server: SpeculativeServer, backend: RagEndpoint
 ) -> None:
