@@ -20,6 +20,7 @@ from rag_radix_frontend.promotion import Promoter
 from rag_radix_frontend.replies import checked
 from rag_radix_frontend.retries import DEFAULT_RETRIES, Attempts, Retries
 from rag_radix_frontend.retrieval_report import RetrievalReport
+from rag_radix_frontend.retrieved_text import PlacedDocument, documents_in
 from rag_radix_frontend.run_ahead import Call, Method
 from rag_radix_frontend.sending import Sender, annotate
 from rag_radix_frontend.sglang_lang import own_params
@@ -165,7 +166,7 @@ class RagEndpoint(RuntimeEndpoint):
             return
         data = {**self._payload(s, sampling_params), "stream": True}
         self._add_images(s, data)
-        yield from self._sender.streamed(s, data)
+        yield from self._sender.streamed(s, data, counts=_counts(s, data))
 
     def select(
         self,
@@ -206,7 +207,7 @@ class RagEndpoint(RuntimeEndpoint):
     # The base class's select() sends its requests through here.
     def _generate_http_request(self, s: StreamExecutor, data: dict[str, Any]) -> Any:
         self._add_images(s, data)
-        return self._sender.whole(s, data)
+        return self._sender.whole(s, data, counts=_counts(s, data))
 
     def _attempted(self, url: str, ask: Callable[[], _T]) -> _T:
         attempts = Attempts(self._retries, url)
@@ -262,3 +263,20 @@ class RagEndpoint(RuntimeEndpoint):
     # What the base class asks goes through here.
     def _assert_success(self, res: Any) -> None:
         checked(res)
+
+
+def _counts(s: StreamExecutor, data: Mapping[str, Any]) -> bool:
+    """Whether a request of a state is a retrieval of its own.
+
+    The choices of a select repeat that of the request before them, and the first request of a
+    fork that of the one which has had the shared text computed.
+    """
+    text = data.get("text")
+    if not isinstance(text, str):
+        return False
+    # The copies that speculations run on are no forks.
+    shared: tuple[PlacedDocument, ...] | None = getattr(s, "shared", None)
+    if shared is None:
+        return True
+    s.shared = None
+    return documents_in(text) != shared

@@ -12,7 +12,7 @@ from sglang.lang.ir import SglExpr
 from rag_radix_frontend.errors import ArgumentError, RetrievalError
 from rag_radix_frontend.ordering import Arrangement, Documents, Order, check_order
 from rag_radix_frontend.pipeline import Pipeline, Speculator
-from rag_radix_frontend.retrieved_text import PlacedDocument, RetrievedText
+from rag_radix_frontend.retrieved_text import RetrievedText, documents_in
 from rag_radix_frontend.retriever import Retriever
 from rag_radix_frontend.sglang_lang import ComputedText, RagStreamExecutor
 from rag_radix_frontend.template import DEFAULT_TEMPLATE, Render, compile_template, render_documents
@@ -58,7 +58,7 @@ class SglRetrieve(ComputedText):
                 f"{type(backend).__name__} can't: use rag_radix_frontend.RagEndpoint, or "
                 "order='canonical'"
             )
-        if self._public and any(not each.public for each in _documents(executor.text_)):
+        if self._public and any(not each.public for each in documents_in(executor.text_)):
             raise ArgumentError(
                 f"{self.name!r} is to be public, but documents that aren't precede it: retrieve "
                 "what is public first"
@@ -164,7 +164,3 @@ def rag_retrieve(
     return SglRetrieve(
         retriever, query, k, name, compile_template(template), speculative, order, public
     )
-
-
-def _documents(text: str) -> tuple[PlacedDocument, ...]:
-    return text.documents if isinstance(text, RetrievedText) else ()

@@ -88,7 +88,10 @@ class RetrievedText(str):
         )
 
 
+def documents_in(text: str) -> tuple[PlacedDocument, ...]:
+    """The documents of a text, which may be a plain one."""
+    return text.documents if isinstance(text, RetrievedText) else ()
+
+
 def _moved(text: str, by: int) -> Iterable[PlacedDocument]:
-    if not isinstance(text, RetrievedText):
-        return ()
-    return (replace(p, start=p.start + by, end=p.end + by) for p in text.documents)
+    return (replace(p, start=p.start + by, end=p.end + by) for p in documents_in(text))

@@ -49,8 +49,8 @@ class Sender:
         self._cache_salt = cache_salt
         self._routing_documents = routing_documents
 
-    def whole(self, state: Any, data: dict[str, Any]) -> Any:
-        """The answer to a request.
+    def whole(self, state: Any, data: dict[str, Any], *, counts: bool = True) -> Any:
+        """The answer to a request, which `counts` if it is a retrieval of its own.
 
         Raises:
             RequestError: the server refused it, or gave none (`ConnectionLost`).
@@ -58,11 +58,13 @@ class Sender:
         attempts = self._attempts(state)
         while True:
             try:
-                return self.once(state, dict(data))
+                return self.once(state, dict(data), counts=counts)
             except Exception as error:
                 self._failed(state, attempts, error)
 
-    def streamed(self, state: Any, data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    def streamed(
+        self, state: Any, data: dict[str, Any], *, counts: bool = True
+    ) -> Iterator[tuple[str, Any]]:
         """The pieces of an answer as they come, each with the server's account so far.
 
         Raises:
@@ -74,7 +76,7 @@ class Sender:
             try:
                 request = progress.next_request(tokens)
                 # What the program has seen something of has been counted.
-                sending = self._sending(state, request, counts=not progress.text)
+                sending = self._sending(state, request, counts and not progress.text)
                 with sending, self._stream(state, request) as reply:
                     for event in events(reply):
                         check_result(event)

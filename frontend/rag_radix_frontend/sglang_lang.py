@@ -32,6 +32,7 @@ from sglang.lang.interpreter import ProgramState, ProgramStateGroup, StreamExecu
 from sglang.lang.ir import SglExprList, SglSelect
 
 from rag_radix_frontend.errors import IncompatibleSGLangError, RetrievalError
+from rag_radix_frontend.retrieved_text import PlacedDocument, documents_in
 
 if TYPE_CHECKING:
     from rag_radix_frontend.speculation import Speculation
@@ -65,6 +66,8 @@ class RagStreamExecutor(StreamExecutor):
         failure: What ended the program, if it has failed.
         on_submit: Called after the program has appended something, on the program's thread.
         kept: The speculation that may be the answer to the next request; the backend takes it.
+        shared: The documents that a fork has begun with and a request has counted, until it asks
+            for something itself; the backend takes them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,6 +77,7 @@ class RagStreamExecutor(StreamExecutor):
         self.failure: Exception | None = None
         self.on_submit: Callable[[], None] | None = None
         self.kept: Speculation | None = None
+        self.shared: tuple[PlacedDocument, ...] | None = None
         # What is left of the lists being executed, outermost first.
         self._rests: list[deque[Any]] = []
         super().__init__(*args, **kwargs)
@@ -122,15 +126,20 @@ class RagStreamExecutor(StreamExecutor):
             self.raise_failure()
             raise
 
-    def fork(self, *args: Any, **kwargs: Any) -> list[RagStreamExecutor]:
+    def fork(
+        self, size: int = 1, position_ids_offset: list[int] | None = None
+    ) -> list[RagStreamExecutor]:
         # SGLang has a text computed once before its forks share it, but asks whether there is
         # any before it waits for what was appended.
         self.sync()
-        forks: list[RagStreamExecutor] = super().fork(*args, **kwargs)
+        forks: list[RagStreamExecutor] = super().fork(size, position_ids_offset)
         if self.failure is not None:
             for executor in forks:
                 executor.end()
             raise self.failure
+        if size > 1 and self.text_:
+            for executor in forks:
+                executor.shared = documents_in(self.text_)
         return forks
 
     def error(self) -> Exception | None:

@@ -98,7 +98,9 @@ def test_streaming_gives_the_same_answer(backend: RagEndpoint, retriever: FaissR
     assert "".join(answer.run(**arguments, stream=True).text_iter("answer")) == whole
 
 
-def test_two_hops_and_forks_and_a_choice(backend: RagEndpoint, retriever: FaissRetriever) -> None:
+def test_two_hops_and_forks_and_a_choice(
+    server: Server, backend: RagEndpoint, retriever: FaissRetriever
+) -> None:
     @sgl.function
     def program(s: Any) -> None:
         s += rag_retrieve(retriever, QUESTION, k=1, name="first")
@@ -109,10 +111,17 @@ def test_two_hops_and_forks_and_a_choice(backend: RagEndpoint, retriever: FaissR
         forks.join()
         s += "The topic is " + sgl.select("topic", ["cooking", "Python"])
 
+    def requests() -> int:
+        count: int = server.get("/rag/stats")["requests"]["requests"]
+        return count
+
+    before = requests()
     state = program.run(backend=backend)
     assert state["topic"] in ("cooking", "Python")
     assert len(state["part"]) == 2
     assert state.error() is None
+    # The hop, what the forks share and the choice.
+    assert requests() == before + 3
 
 
 def test_a_batch_answers_as_one_by_one(backend: RagEndpoint, retriever: FaissRetriever) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import sglang as sgl
 from rag_radix_frontend import FaissRetriever, RagEndpoint, RetrievedText, Stage, rag_retrieve
 from rag_radix_frontend.errors import ArgumentError
 from rag_radix_frontend.retrieve import UnannotatedWarning
+from unit.frontend.speculative_server import SpeculativeServer, eventually
 
 CATS_TEXT, DOGS_TEXT = "Cats purr.\n\n", "Dogs bark.\n\n"
 BOTH = {"animals/cats": CATS_TEXT, "animals/dogs": DOGS_TEXT}
@@ -238,6 +240,62 @@ def test_select_sends_documents_with_every_choice(
         assert documents_of({"text": text, "sampling_params": params}) == BOTH
 
 
+def counted(bodies: Iterable[dict[str, Any]]) -> list[bool]:
+    """Of each of some recorded requests, whether it counts as a retrieval of its own."""
+    found: list[bool] = []
+    for body in bodies:
+        params = body["sampling_params"]
+        for each in params if isinstance(params, list) else [params]:
+            found.append(each.get("custom_params", {}).get("rag", {}).get("counts", True))
+    return found
+
+
+@pytest.mark.parametrize(
+    "method", [sgl.token_length_normalized, sgl.unconditional_likelihood_normalized]
+)
+def test_a_select_counts_once(server: SpeculativeServer, listed: Any, method: Any) -> None:
+    def program(s: Any) -> None:
+        s += rag_retrieve(listed, "animals", speculative=False)
+        s += sgl.select("kind", ["pets", "stars"], choices_method=method)
+        s += sgl.gen("answer")
+
+    run(program, RagEndpoint(server.url))
+    first, *choices, last = counted(request.body for request in server.requests)
+    assert (first, set(choices), last) == (True, {False}, True)
+
+
+def test_what_forks_begin_with_counts_once(backend: RagEndpoint, stub: Any, listed: Any) -> None:
+    def program(s: Any) -> None:
+        s += rag_retrieve(listed, "animals")
+        forks = s.fork(2)
+        forks += lambda i: f"{i}: " + sgl.gen("answer")
+        forks[0] += sgl.gen("more")
+        forks.join()
+
+    run(program, backend)
+    assert [documents_of(body) for body in stub.asked] == [BOTH] * 4
+    # The request for the text that they share, their first ones, and one that follows.
+    shared, *others = counted(stub.asked)
+    assert (shared, sorted(others)) == (True, [False, False, True])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fork_that_retrieves_counts(
+    backend: RagEndpoint, stub: Any, listed: Any, stream: bool
+) -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += rag_retrieve(listed, "animals")
+        forks = s.fork(2)
+        forks += rag_retrieve(listed, "space", name="more") + sgl.gen("answer")
+        forks.join()
+
+    state = program.run(backend=backend, stream=stream)
+    eventually(lambda: len(stub.asked) == 3)
+    assert state.error() is None
+    assert counted(stub.asked) == [True, True, True]
+
+
 def test_without_a_thread(backend: RagEndpoint, stub: Any, listed: Any) -> None:
     def program(s: Any) -> None:
         s += rag_retrieve(listed, "animals") + sgl.gen("answer")
@@ -323,6 +381,7 @@ def test_canonical_order_doesnt_depend_on_scores(backend: RagEndpoint, listed: A
     assert state["docs"].ids == list(BOTH)
 
 
+@pytest.mark.parametrize("speculative", [True, False])
 def test_cached_first_order_is_the_servers(
     backend: RagEndpoint, listed: Any, monkeypatch: pytest.MonkeyPatch, speculative: bool
 ) -> None:
@@ -357,4 +416,3 @@ def test_other_backends_have_no_cache_to_ask(stub: Any, listed: Any) -> None:
 def test_an_unknown_order_is_refused(listed: Any) -> None:
     with pytest.raises(ArgumentError, match="unknown order 'best'"):
         rag_retrieve(listed, "animals", order="best")  # type: ignore[arg-type]
-@pytest.mark.parametrize("speculative", [True, False])
