@@ -7,13 +7,13 @@ that a speculation costs.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -36,6 +36,8 @@ class StaleConnection(ConnectionResetError):
 
 
 class Connections(PerProcess):
+# Within which a reply ends whose last word has come; a new connection may take as long.
+_LAST_S = 0.05
     """Connections to a server, each of which has one request at a time. Safe to share.
 
     Attributes:
@@ -94,7 +96,7 @@ class Connections(PerProcess):
             all_headers = {**self._headers, **headers} if headers else self._headers
             reply = self._exchange(method, self._path + route, body, all_headers, timeout_s, once)
             if not stream:
-                with closing(reply):
+                with contextlib.closing(reply):
                     reply.read()
             return reply
 
@@ -226,6 +228,17 @@ class _Reply:
 
     def _done(self) -> None:
         self._response.close()
+    def finish(self) -> None:
+        """Read the end of a reply that has nothing more to say, if it comes at once."""
+        connection = self._connection
+        if connection is None or connection.sock is None:
+            return
+        with contextlib.suppress(OSError, HTTPException):
+            connection.sock.settimeout(_LAST_S)
+            # An empty line may precede it.
+            if not (self._response.read1(_PIECE_BYTES) and self._response.read1(_PIECE_BYTES)):
+                self._done()
+
         connection, self._connection = self._connection, None
         if connection is not None and connection.sock is not None:
             self._give_back(connection)
@@ -240,7 +253,13 @@ def _is_silent(connected: socket.socket | None) -> bool:
     return not poll.poll(0)
 
 
-@contextmanager
+def finish(reply: Any) -> None:
+    """All is read of a streamed reply that matters: its connection can be used again."""
+    if isinstance(reply, _Reply):  # others have a connection of their own
+        reply.finish()
+
+
+@contextlib.contextmanager
 def _system_errors() -> Iterator[None]:
     """A reply that is no HTTP, or cut short, is an error of the connection."""
     try:

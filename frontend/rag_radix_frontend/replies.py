@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
+from rag_radix_frontend.connections import finish
 from rag_radix_frontend.errors import (
     RequestAborted,
     RequestError,
@@ -59,6 +60,7 @@ def events(response: Any) -> Iterator[dict[str, Any]]:
                 event = json.loads(line.removeprefix(b"data:"))
             except ValueError:  # its end is missing
                 break
+            finish(response)
             yield event
     raise ConnectionResetError("the server closed the stream before its end; its log may say why")
 

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from rag_radix_frontend import connections as module
 from rag_radix_frontend.connections import Connections, StaleConnection
+from rag_radix_frontend.replies import events
 from unit.frontend.test_processes import in_a_forked_process
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"a": 1}'
@@ -271,6 +272,58 @@ def test_a_stream_that_is_closed_early_is_not_read_by_the_next_request(server: S
     stream.close()
     assert connections.request("/x", {}).json() == {"a": 1}
     assert server.connected == 2
+
+
+DONE = b"e\r\ndata: [DONE]\n\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "rest", [[DONE + END], [DONE, END], [b"d\r\ndata: [DONE]\n\r\n", b"1\r\n\n\r\n", END]]
+)
+def test_a_stream_whose_last_event_is_read_gives_its_connection_back(
+    server: Server, rest: list[bytes | None]
+) -> None:
+    server.replies = [[STREAM, *rest]]
+    connections = Connections(server.url)
+    with contextlib.closing(connections.request("/x", {}, stream=True)) as stream:
+        assert list(events(stream)) == []
+    assert connections.request("/x", {}).json() == {"a": 1}
+    assert server.connected == 1
+
+
+@pytest.mark.parametrize("rest", [[], [b"1\r\na\r\n", b"1\r\nb\r\n"], [None], [b"zz\r\n"]])
+def test_a_stream_that_does_not_end_after_its_last_event_is_given_up(
+    server: Server, rest: list[bytes | None]
+) -> None:
+    server.replies = [[STREAM, DONE, *rest]]
+    connections = Connections(server.url)
+    with contextlib.closing(connections.request("/x", {}, stream=True)) as stream:
+        assert list(events(stream)) == []
+    assert connections.request("/x", {}).json() == {"a": 1}
+    assert server.connected == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [
+        ("http://[2001:db8::5]", 80),
+        ("https://[2001:db8::5]/v1", 443),
+        ("http://[2001:db8::5]:30000", 30_000),
+    ],
+)
+def test_the_address_may_be_an_ipv6_one(
+    url: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(address: tuple[str, int], *_: object, **__: object) -> None:
+        asked.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(ConnectionRefusedError):
+        Connections(url).request("/x", {})
+    assert asked == [("2001:db8::5", port)]
 
 
 def test_a_server_that_is_gone_is_an_error(server: Server) -> None:
