@@ -15,7 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import (
+    HTTP_PORT,
+    HTTPS_PORT,
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+)
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -29,6 +36,8 @@ from rag_radix_frontend.processes import PerProcess
 _MAX_IDLE_S = 3.0
 _MAX_IDLE = 64
 _PIECE_BYTES = 65_536
+# Within which a reply ends whose last word has come; a new connection may take as long.
+_LAST_S = 0.05
 
 
 class StaleConnection(ConnectionResetError):
@@ -36,8 +45,6 @@ class StaleConnection(ConnectionResetError):
 
 
 class Connections(PerProcess):
-# Within which a reply ends whose last word has come; a new connection may take as long.
-_LAST_S = 0.05
     """Connections to a server, each of which has one request at a time. Safe to share.
 
     Attributes:
@@ -49,8 +56,10 @@ _LAST_S = 0.05
         self._base_url, self._api_key, self._verify = base_url, api_key, verify
         parts = urlsplit(base_url)
         assert parts.hostname is not None
-        self._address = parts.hostname, parts.port
-        self._tls = ssl.create_default_context(cafile=verify) if parts.scheme == "https" else None
+        is_secure = parts.scheme == "https"
+        # Without a port, `http.client` would look for one behind the last colon of an IPv6 address.
+        self._address = parts.hostname, parts.port or (HTTPS_PORT if is_secure else HTTP_PORT)
+        self._tls = ssl.create_default_context(cafile=verify) if is_secure else None
         self._path = parts.path
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -219,15 +228,6 @@ class _Reply:
         if rest:
             yield rest
 
-    def close(self) -> None:
-        """Give up what hasn't been read."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            self._response.close()
-            connection.close()
-
-    def _done(self) -> None:
-        self._response.close()
     def finish(self) -> None:
         """Read the end of a reply that has nothing more to say, if it comes at once."""
         connection = self._connection
@@ -239,9 +239,24 @@ class _Reply:
             if not (self._response.read1(_PIECE_BYTES) and self._response.read1(_PIECE_BYTES)):
                 self._done()
 
+    def close(self) -> None:
+        """Give up what hasn't been read."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._response.close()
+            connection.close()
+
+    def _done(self) -> None:
+        self._response.close()
         connection, self._connection = self._connection, None
         if connection is not None and connection.sock is not None:
             self._give_back(connection)
+
+
+def finish(reply: Any) -> None:
+    """All is read of a streamed reply that matters: its connection can be used again."""
+    if isinstance(reply, _Reply):  # others have a connection of their own
+        reply.finish()
 
 
 def _is_silent(connected: socket.socket | None) -> bool:
@@ -251,12 +266,6 @@ def _is_silent(connected: socket.socket | None) -> bool:
     poll = select.poll()
     poll.register(connected, select.POLLIN)
     return not poll.poll(0)
-
-
-def finish(reply: Any) -> None:
-    """All is read of a streamed reply that matters: its connection can be used again."""
-    if isinstance(reply, _Reply):  # others have a connection of their own
-        reply.finish()
 
 
 @contextlib.contextmanager
