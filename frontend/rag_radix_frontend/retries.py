@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException, InvalidURL
 from urllib.error import URLError
 
 from rag_radix_frontend.connections import StaleConnection
@@ -17,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 _SERVER_ERROR = 500
 # What asking again can't change.
-_LASTING = (ssl.SSLCertVerificationError, FileNotFoundError, PermissionError)
+_LASTING = (ssl.SSLCertVerificationError, FileNotFoundError, PermissionError, InvalidURL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,8 @@ def is_transient(error: Exception) -> bool:
     if isinstance(error, RequestError):
         return error.status is not None and error.status >= _SERVER_ERROR
     cause = error.reason if isinstance(error, URLError) else error
-    return isinstance(error, OSError) and not isinstance(cause, _LASTING)
+    # What SGLang's own client asks, as it does behind a proxy, breaks off with an HTTPException.
+    return isinstance(error, OSError | HTTPException) and not isinstance(cause, _LASTING)
 
 
 def _cause(error: Exception) -> str:

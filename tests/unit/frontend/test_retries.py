@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from http.client import IncompleteRead, InvalidURL, RemoteDisconnected
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rag_radix_frontend import RagEndpoint, Retries, rag_retrieve, retries
 from rag_radix_frontend.errors import ArgumentError, ConnectionLost, RequestAborted, RequestError
 from unit.frontend.speculative_programs import GUESS, SPECULATING, ask, report_of, sent
 from unit.frontend.speculative_server import Scripted, SpeculativeServer, eventually
+from unit.frontend.test_connections import OK, Server
 from unit.frontend.token_server import TokenServer
 
 pytestmark = SPECULATING
@@ -313,6 +315,24 @@ def test_when_all_attempts_are_used_up_the_error_says_which(
     logged = [r.getMessage() for r in caplog.records if r.name == retries.__name__]
     assert len(logged) == 3
     assert logged[1].startswith(f"{proxy.url}/generate, attempt 2 of 4: ConnectionResetError: ")
+
+
+def test_a_first_reply_that_is_cut_short_is_asked_for_again() -> None:
+    server = Server()
+    server.replies = [[OK[:-1], None]]
+    endpoint(server.url)
+    assert len(server.asked) == 2
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [(IncompleteRead(b""), True), (RemoteDisconnected(), True), (InvalidURL("a b"), False)],
+)
+def test_errors_of_http_are_transient_but_for_a_wrong_address(
+    error: Exception, may_pass: bool
+) -> None:
+    assert retries.is_transient(error) is may_pass
 
 
 def test_one_attempt_asks_once(tokens: TokenServer) -> None:
