@@ -35,7 +35,13 @@ def checked(reply: Any) -> Any:
     for prefix, kind in _SPECULATION:
         if said.startswith(prefix):
             raise kind(said)
-    raise RequestError(f"the server refused the request: {content}", reply.status_code)
+    raise _error(content, reply.status_code)
+
+
+def _error(content: Any, status: int | None) -> RequestError:
+    has_failed = status is not None and status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    did = "failed at" if has_failed else "refused"
+    return RequestError(f"the server {did} the request: {content}", status)
 
 
 def message(content: Any) -> str:
@@ -54,13 +60,13 @@ def events(response: Any) -> Iterator[dict[str, Any]]:
     """
     for line in response.iter_lines():
         if line == b"data: [DONE]":
+            finish(response)
             return
         if line.startswith(b"data:"):
             try:
                 event = json.loads(line.removeprefix(b"data:"))
             except ValueError:  # its end is missing
                 break
-            finish(response)
             yield event
     raise ConnectionResetError("the server closed the stream before its end; its log may say why")
 
@@ -69,14 +75,12 @@ def check_result(result: dict[str, Any]) -> None:
     """Raise what a result or an event says of the failure of its request, if it does.
 
     Raises:
-        RequestError: the server refused the request or ended it.
+        RequestError: the server refused the request, failed at it or ended it.
     """
     if "error" in result:
         error = result["error"]
         code = error.get("code") if isinstance(error, Mapping) else None
-        raise RequestError(
-            f"the server refused the request: {error}", code if isinstance(code, int) else None
-        )
+        raise _error(error, code if isinstance(code, int) else None)
     reason = result["meta_info"].get("finish_reason")
     if reason and reason["type"] == "abort":
         said = reason.get("message") or ""

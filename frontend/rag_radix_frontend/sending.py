@@ -94,8 +94,8 @@ class Sender:
         """The answer to a request that is sent once."""
         with self._sending(state, data, counts):
             result = self._reply(state, data).json()
-        for one in result if isinstance(result, list) else [result]:
-            check_result(one)
+            for one in result if isinstance(result, list) else [result]:
+                check_result(one)
         return result
 
     def decode(self, ids: Sequence[int]) -> str | None:

@@ -140,6 +140,20 @@ def test_a_broken_stream_is_raised(stub: Any, event: str, message: str) -> None:
         list(state.text_iter())
 
 
+def test_a_guess_that_was_aborted_is_none_to_promote(backend: RagEndpoint, stub: Any) -> None:
+    aborted = {"text": "", "meta_info": {"finish_reason": {"type": "abort"}}}
+    stub.reply = lambda body: (200, aborted)
+
+    class State:
+        text_ = "Question?"
+
+    state, copy = State(), State()
+    backend._in_flight.speculate(state, copy)
+    with pytest.raises(RequestAborted):
+        backend._sender.once(copy, {"text": copy.text_, "sampling_params": {}})
+    assert backend._in_flight.make_ordinary(copy) == []
+
+
 def test_a_server_without_the_api_is_reported(stub: Any) -> None:
     with pytest.raises(RequestError, match="no route"):
         RagEndpoint(stub.url + "/elsewhere", chat_template_name="chatml")
