@@ -130,12 +130,13 @@ class Speculation:
                     self._changed.notify_all()
         except Exception as raised:
             error = raised
+        fate = self._fate_by(error) if error is not None else None
         with self._changed:
             self._error, self._is_over = error, True
             if self._fate == "cancelled":
                 self._count_waste()
-            elif error is not None:
-                self._decide(_fate(error))
+            elif fate is not None:
+                self._decide(fate)
             self._changed.notify_all()
         self._leave()
         self._over(self)
@@ -150,6 +151,15 @@ class Speculation:
         self._log.add(RetrievalReport(**{fate: 1}))
         if self._is_over:
             self._count_waste()
+
+    def _fate_by(self, error: Exception) -> Fate:
+        match error:
+            case SpeculationRefused():
+                return "refused"
+            case SpeculationEnded():
+                return "ended"
+        # The server aborts requests for others, too, and when they take too long.
+        return "cancelled" if self._in_flight.is_cancelled(self._call.state) else "failed"
 
     def _count_waste(self) -> None:
         if wasted_tokens := computed_tokens(self._meta_info()):
@@ -173,15 +183,3 @@ def computed_tokens(meta_info: Any) -> int:
         return 0
     uncached = meta_info.get("prompt_tokens", 0) - meta_info.get("cached_tokens", 0)
     return int(uncached + meta_info["completion_tokens"])
-
-
-def _fate(error: Exception) -> Fate:
-    match error:
-        case SpeculationRefused():
-            return "refused"
-        case SpeculationEnded():
-            return "ended"
-        case RequestAborted():
-            return "cancelled"
-        case _:
-            return "failed"

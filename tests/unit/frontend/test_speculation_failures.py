@@ -159,6 +159,23 @@ def test_a_request_that_the_server_refuses_for_itself_is_raised_as_without_specu
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_speculation_that_the_server_aborts_by_itself_has_failed(
+    server: SpeculativeServer, backend: RagEndpoint, stream: bool
+) -> None:
+    server.hold = lambda request: request.speculative
+
+    def abort() -> None:
+        sent(server)()
+        server.requests[0].stop("Aborted by the operator")
+        eventually(lambda: backend.retrievals().failed)
+
+    state = ask(Scripted(GUESS, abort, GUESS)).run(backend=backend, stream=stream)
+    assert "".join(state.text_iter("answer")) == "[35:'o? ']"
+    report = report_of(state, failed=1)
+    assert (report.started, report.cancelled) == (1, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_cancelling_a_program_that_searches_ends_its_speculation(
     server: SpeculativeServer, backend: RagEndpoint, stream: bool
 ) -> None:
@@ -173,6 +190,7 @@ def test_cancelling_a_program_that_searches_ends_its_speculation(
     with pytest.raises(RequestAborted, match="cancelled"):
         "".join(state.text_iter("answer"))
     assert len(server.requests) == 1
+    report_of(state, cancelled=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
