@@ -188,9 +188,9 @@ class RagEndpoint(RuntimeEndpoint):
         self._post("/generate", data)
 
     def _payload(self, s: StreamExecutor, sampling_params: SglSamplingParams) -> dict[str, Any]:
-        self._handle_dtype_to_regex(sampling_params)
         # A type's stop strings are added in place, and a guess may be sent again.
         sampling_params = own_params(sampling_params)
+        self._handle_dtype_to_regex(sampling_params)
         options = {name: getattr(sampling_params, name) for name in _LOGPROB_OPTIONS}
         return {
             "text": s.text_,

@@ -120,14 +120,14 @@ class InFlight(PerProcess):
             self._of[copy].speculative = False
             return list(self._of[copy].guesses)
 
-    def cancel(self, state: Any) -> None:
-        """End a state's requests and those of its speculations; returns when they are gone."""
-        with self._ended:
     def is_cancelled(self, state: Any) -> bool:
         """Whether a state's requests were ended from here."""
         with self._ended:
             return state in self._of and self._of[state].cancelled
 
+    def cancel(self, state: Any) -> None:
+        """End a state's requests and those of its speculations; returns when they are gone."""
+        with self._ended:
             requests = self._of.setdefault(state, _Requests())
             family = [requests, *requests.ahead]
             self._end(family)
