@@ -95,7 +95,11 @@ class Gate(PerProcess):
     def _watch_if_shut(self) -> None:
         if self._waiting and not self._open and not self._asking:
             self._asking = True
-            threading.Thread(target=self._watch, name="rag-gate", daemon=True).start()
+            try:
+                threading.Thread(target=self._watch, name="rag-gate", daemon=True).start()
+            except RuntimeError as error:  # There are as many threads as there may be.
+                self._asking = False
+                _LOG.warning(_UNANSWERED, error)
 
     def _admit(self, room: int) -> list[Candidate]:
         room = min(room, self._limit - self._inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 from rag_radix_frontend.errors import RequestAborted
 from rag_radix_frontend.processes import PerProcess
 from rag_radix_frontend.workers import WORKERS
+
+_LOG = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
 
@@ -149,7 +152,11 @@ class InFlight(PerProcess):
         self._more_unwanted.notify()
         if not self._aborting:
             self._aborting = True
-            WORKERS.start(self._abort_unwanted)
+            try:
+                WORKERS.start(self._abort_unwanted)
+            except RuntimeError as error:  # There are as many threads as there may be.
+                self._aborting = False
+                _LOG.warning("requests that are not wanted end by themselves: %s", error)
 
     def _abort_unwanted(self) -> None:
         asked_s: dict[str, float] = {}

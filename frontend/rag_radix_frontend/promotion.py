@@ -14,6 +14,8 @@ from rag_radix_frontend.workers import WORKERS
 
 _LOG = logging.getLogger(__name__)
 
+_UNPROMOTED = "speculations can't be promoted, so only complete ones are used: %s"
+
 _KNOWN = ("running", "finished")
 _RETRY_S = 0.05
 _PATIENCE_S = 0.5
@@ -48,7 +50,8 @@ class Promoter(PerProcess):
     def ask(
         self, rids: list[str], *, is_over: Callable[[], bool], reply: Callable[[bool], None]
     ) -> None:
-        """Have requests promoted; `reply` is called with whether they are, by another thread.
+        """Have requests promoted; `reply` is called with whether they are, by another thread unless
+        none can be started.
 
         A request may still be on its way, so what the server doesn't know is asked again for a
         while, unless `is_over` says that its fate is known anyway.
@@ -56,20 +59,26 @@ class Promoter(PerProcess):
         with self._changed:
             self._questions.append(_Question(rids, is_over, reply))
             self._changed.notify_all()
-            if not self._asking:
-                self._asking = True
-                # The server counts an answer by this, also when the process ends now.
-                atexit.register(self._finish)
+            if self._asking:
+                return
+            self._asking = True
+            # The server counts an answer by this, also when the process ends now.
+            atexit.register(self._finish)
+            try:
                 WORKERS.start(self._run)
+                return
+            except RuntimeError as error:  # There are as many threads as there may be.
+                _LOG.warning(_UNPROMOTED, error)
+                self._questions.clear()
+                self._stop()
+        reply(False)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 questions, self._questions = self._questions, []
                 if not questions:
-                    self._asking = False
-                    self._changed.notify_all()
-                    atexit.unregister(self._finish)
+                    self._stop()
                     return
             unknown = self._ask(questions)
             if unknown:
@@ -77,6 +86,11 @@ class Promoter(PerProcess):
                     if not self._questions:
                         self._changed.wait(_RETRY_S)
                     self._questions += unknown
+
+    def _stop(self) -> None:
+        self._asking = False
+        self._changed.notify_all()
+        atexit.unregister(self._finish)
 
     def _finish(self) -> None:
         with self._changed:
@@ -87,7 +101,7 @@ class Promoter(PerProcess):
         try:
             states = self._promote([rid for question in questions for rid in question.rids])
         except Exception as error:
-            _LOG.warning("speculations can't be promoted, so they are not used: %s", error)
+            _LOG.warning(_UNPROMOTED, error)
             for question in questions:
                 question.reply(False)
             return []

@@ -10,11 +10,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
 from rag_radix_frontend import Document, ScoredDocument, Stage
+from rag_radix_frontend.workers import Workers
 
 WAIT_S = 30.0
 
@@ -25,6 +28,19 @@ def eventually(condition: Callable[[], object], what: str = "") -> None:
     while not condition():
         assert time.monotonic() < deadline, what or "it never happened"
         time.sleep(0.002)
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """There are as many threads as there may be."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(Workers, "start", refuse)
+        yield
 
 
 @dataclass(eq=False)

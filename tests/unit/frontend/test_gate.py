@@ -7,7 +7,7 @@ import pytest
 from rag_radix_frontend import gate as module
 from rag_radix_frontend.errors import RequestError
 from rag_radix_frontend.gate import Gate
-from unit.frontend.speculative_server import eventually
+from unit.frontend.speculative_server import eventually, no_more_threads
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -154,3 +154,12 @@ def test_a_server_that_cannot_be_asked_is_asked_again(error: Exception) -> None:
     (one,), through = candidates(1)
     gate.enter(one)
     eventually(lambda: through == [one])
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again_when_the_next_one_waits() -> None:
+    gate = Gate(lambda: 4)
+    some, through = candidates(2)
+    with no_more_threads():
+        assert not gate.enter(some[0])
+    assert not gate.enter(some[1])
+    eventually(lambda: through == some)

@@ -6,7 +6,7 @@ import threading
 import pytest
 from rag_radix_frontend.errors import RequestAborted
 from rag_radix_frontend.in_flight import InFlight
-from unit.frontend.speculative_server import WAIT_S, eventually
+from unit.frontend.speculative_server import WAIT_S, eventually, no_more_threads
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -89,6 +89,24 @@ def test_many_are_discarded_by_one_thread_and_each_is_told_once() -> None:
     for thread in threads:
         thread.join()
     assert all(len(server.told) == 1 for server in servers)
+
+
+def test_what_no_thread_could_be_started_to_end_ends_with_the_next() -> None:
+    servers = [Server(), Server()]
+    by_rid: dict[str, Server] = {}
+    in_flight = InFlight(lambda rid: by_rid[rid].abort(rid))
+    states = [State() for _ in servers]
+    threads = []
+    for state, server in zip(states, servers, strict=True):
+        threads.append(request(in_flight, state, server))
+        by_rid[next(iter(in_flight._of[state].rids))] = server
+    with no_more_threads():
+        in_flight.discard(states[0])
+    assert servers[0].told == []
+    in_flight.discard(states[1])
+    for thread, server in zip(threads, servers, strict=True):
+        assert server.gone.wait(WAIT_S)
+        thread.join()
 
 
 def test_speculations_are_marked_until_they_are_made_ordinary() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 from rag_radix_frontend import promotion as module
 from rag_radix_frontend.promotion import Promoter
-from unit.frontend.speculative_server import WAIT_S, eventually
+from unit.frontend.speculative_server import WAIT_S, eventually, no_more_threads
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
 
@@ -68,6 +68,14 @@ def test_a_server_that_fails_promotes_nothing() -> None:
     promoter = Promoter(promote)
     one, other = ask(promoter, "a"), ask(promoter, "b")
     eventually(lambda: (one, other) == ([False], [False]))
+
+
+def test_without_a_thread_to_ask_nothing_is_promoted_until_there_is_one_again() -> None:
+    promoter = Promoter(lambda rids: dict.fromkeys(rids, "running"))
+    with no_more_threads():
+        assert ask(promoter, "a") == [False]
+    replies = ask(promoter, "b")
+    eventually(lambda: replies == [True])
 
 
 def test_a_server_that_does_not_answer_does_not_keep_the_process_from_ending() -> None:
