@@ -9,9 +9,12 @@ Any other client makes all requests itself.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import sys
 import threading
+import time
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -28,6 +31,7 @@ from rag_radix_frontend.workers import WORKERS
 
 _TIMEOUT_S = 60.0
 _RETRY_S = 0.1
+_CLOSED = "the event loop of the client is closed"
 
 # What `create` doesn't put into the body of a request.
 _BESIDE_THE_BODY = ("extra_headers", "extra_query", "timeout")
@@ -61,27 +65,37 @@ class ClientConnection:
     """By way of the client."""
 
     def __init__(self, client: Any) -> None:
-        # A refused speculation isn't tried again by the client's own rule.
-        self._client = client.with_options(max_retries=0)
+        # What is kept for a client doesn't keep it.
+        self._original = weakref.ref(client)
+        self._copy_from(client)
         self._root = _root(client)
         self._loop = asyncio.get_running_loop()
 
     def call(self, route: str, body: Any = None) -> Any:
         if self._loop.is_closed():
-            raise RequestError("the event loop of the client is closed")
-        asked = asyncio.run_coroutine_threadsafe(self._ask(self._root + route, body), self._loop)
+            raise RequestError(_CLOSED)
+        asking = self._ask(self._root + route, body)
+        asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        until_s = time.monotonic() + _TIMEOUT_S
+        while not asked.done() and time.monotonic() < until_s:
+            if self._loop.is_closed():  # It has forgotten what it hadn't begun.
+                with contextlib.suppress(RuntimeError):
+                    asking.close()
+                raise RequestError(_CLOSED)
+            concurrent.futures.wait([asked], _RETRY_S)
         try:
-            return asked.result(_TIMEOUT_S)
+            return asked.result(0)
         except Exception as error:
             raise RequestError(str(error), getattr(error, "status_code", None)) from error
 
     async def _ask(self, url: str, body: Any) -> Any:
+        client = self._client()
         if body is None:
-            return await self._client.get(url, cast_to=object)
-        return await self._client.post(url, body=body, cast_to=object)
+            return await client.get(url, cast_to=object)
+        return await client.post(url, body=body, cast_to=object)
 
     async def answers(self, options: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        reply = await self._client.chat.completions.create(**options)
+        reply = await self._client().chat.completions.create(**options)
         if not options.get("stream"):
             yield reply
             return
@@ -92,6 +106,17 @@ class ClientConnection:
     def typed(self, answer: Any, *, is_chunk: bool) -> Any:
         return answer
 
+    def _client(self) -> Any:
+        """The copy that asks, with the key that the client has now."""
+        original = self._original()
+        if original is not None and _key(original) != self._key:
+            self._copy_from(original)
+        return self._copy
+
+    def _copy_from(self, client: Any) -> None:
+        # A refused speculation isn't tried again by the client's own rule.
+        self._copy, self._key = client.with_options(max_retries=0), _key(client)
+
 
 class PlainConnection(ClientConnection):
     """By connections of its own, as OpenAI's client itself would without any settings."""
@@ -100,19 +125,20 @@ class PlainConnection(ClientConnection):
         super().__init__(client)
         self._connections = Connections(self._root)
         self._completions = str(client.base_url).removeprefix(self._root) + "chat/completions"
-        headers = client.default_headers
-        self._headers = {name: each for name, each in headers.items() if isinstance(each, str)}
         self._silence_s = getattr(client.timeout, "read", client.timeout)
 
     def call(self, route: str, body: Any = None) -> Any:
-        reply = self._connections.request(route, body, timeout_s=_TIMEOUT_S, headers=self._headers)
+        reply = self._connections.request(
+            route, body, timeout_s=_TIMEOUT_S, headers=self._headers()
+        )
         text = checked(reply).text
         return orjson.loads(text) if text else None
 
     async def answers(self, options: dict[str, Any]) -> AsyncGenerator[Any, None]:
         if (body := _body(options)) is None:
-            async for answer in super().answers(options):
-                yield answer
+            async with contextlib.aclosing(super().answers(options)) as by_client:
+                async for answer in by_client:
+                    yield answer
             return
         answers: asyncio.Queue[Any] = asyncio.Queue()
         ended = threading.Event()
@@ -142,7 +168,7 @@ class PlainConnection(ClientConnection):
                 stream=body.get("stream", False),
                 timeout_s=self._silence_s,
                 once=True,
-                headers=self._headers,
+                headers=self._headers(),
             )
             if not body.get("stream"):
                 put(checked(reply).json())
@@ -155,6 +181,10 @@ class PlainConnection(ClientConnection):
             put(_End(None))
         except Exception as error:
             put(_End(error))
+
+    def _headers(self) -> dict[str, str]:
+        headers = self._client().default_headers
+        return {name: each for name, each in headers.items() if isinstance(each, str)}
 
     def _abort(self, rid: str, ended: threading.Event) -> None:
         """Have the server end a request that it may not know yet."""
@@ -200,6 +230,10 @@ def computed_tokens_of(answer: Any) -> int:
         usage = usage.model_dump()
     details = usage.get("prompt_tokens_details") if usage else None
     return computed_tokens({**usage, **details}) if usage and details else 0
+
+
+def _key(client: Any) -> Any:
+    return getattr(client, "api_key", None)
 
 
 def _root(client: Any) -> str:

@@ -7,7 +7,8 @@ import gc
 import json
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -276,6 +277,40 @@ def test_routes_are_called_with_the_clients_key(stub: Stub, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [PlainConnection, ClientConnection])
+def test_the_key_is_the_one_that_the_client_has_now(stub: Stub, kind: Any) -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        connection = kind(client)
+        client.api_key = "new"
+        await answers(connection)
+        await asyncio.to_thread(connection.call, "/rag/pool")
+
+    with_client(stub, use)
+    assert [headers["Authorization"] for *_, headers in stub.asked] == ["Bearer new"] * 2
+
+
+def test_what_the_client_sends_ends_with_its_reader(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    async def answers(*_: Any) -> AsyncIterator[str]:
+        try:
+            yield "chunk"
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(ClientConnection, "answers", answers)
+
+    async def use(client: AsyncOpenAI) -> None:
+        chunks = connection_of(client).answers({**OPTIONS, "stream": True, "timeout": 5.0})
+        assert await anext(chunks) == "chunk"
+        await chunks.aclose()
+        assert ended
+
+    with_client(stub, use)
+
+
+@pytest.mark.parametrize("kind", [PlainConnection, ClientConnection])
 def test_the_status_of_a_failed_call_is_known(stub: Stub, kind: Any) -> None:
     stub.status, stub.said = 404, "not found"
 
@@ -285,6 +320,21 @@ def test_the_status_of_a_failed_call_is_known(stub: Stub, kind: Any) -> None:
     with pytest.raises(RequestError) as raised:
         with_client(stub, use)
     assert raised.value.status == 404
+
+
+def test_a_call_ends_with_the_loop_that_was_to_make_it(stub: Stub) -> None:
+    async def connection() -> ClientConnection:
+        return ClientConnection(AsyncOpenAI(base_url=stub.url, api_key="secret"))
+
+    loop = asyncio.new_event_loop()
+    call = loop.run_until_complete(connection()).call
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(call, "/rag/pool")
+        eventually(lambda: loop._ready)  # type: ignore[attr-defined]
+        loop.close()
+        with pytest.raises(RequestError, match="closed"):
+            asked.result(WAIT_S)
+    assert stub.asked == []
 
 
 class Derived(AsyncOpenAI):
