@@ -35,8 +35,8 @@ class ChatServer:
         self.in_flight = InFlight(self._abort)
         self.log = RetrievalLog()
 
-    async def promote(self, rid: str, is_over: Callable[[], bool]) -> bool:
-        """Make a speculation an ordinary request; whether the server knows it.
+    def promote(self, rid: str, is_over: Callable[[], bool]) -> asyncio.Future[bool]:
+        """Make a speculation an ordinary request, in the background; whether the server knows it.
 
         It may still be on its way, so it is asked again for a while unless it `is_over`.
         """
@@ -51,7 +51,7 @@ class ChatServer:
                 self._loop.call_soon_threadsafe(settle, answer)
 
         self._promoter.ask([rid], is_over=is_over, reply=reply)
-        return await promoted
+        return promoted
 
     # On threads
 

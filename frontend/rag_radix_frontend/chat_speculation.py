@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -45,9 +46,17 @@ class ChatSpeculation:
         self._started_s = 0.0
         self._has_fate = True
         self._is_unwanted = False
-        self._promoted = False
+        # It is to become the answer now or never, so it isn't sent again.
+        self._is_due = False
+        self._is_answer = False
+        self._overlapped_s = 0.0
         self._inside = False
         self._task = self._loop.create_task(self._run(pause_s))
+
+    @property
+    def messages(self) -> Any:
+        """What it asks."""
+        return self._options["messages"]
 
     def admitted(self) -> None:
         """For the gate, which calls it on any thread."""
@@ -55,19 +64,24 @@ class ChatSpeculation:
             self._loop.call_soon_threadsafe(self._enter)
 
     async def promote(self, search_ended_s: float) -> bool:
-        """Whether it is the answer, now that its documents turned out to be the final ones."""
-        rid = self._rid
-        if rid is not None:
-            with contextlib.suppress(Exception):
-                promoted = await self._server.promote(rid, self._task.done)
-                self._promoted = promoted and rid == self._rid
-        is_complete = self._task.done() and self._error is None and bool(self._events)
-        if not (is_complete if self._task.done() else self._promoted):
+        """Whether it is the answer, now that its documents turned out to be the final ones.
+
+        What is complete doesn't wait for the server, which is told all the same: it counts answers
+        by that.
+        """
+        if self._rid is None or self._error is not None:
             return False
-        self._leave()
-        overlapped_s = search_ended_s - self._started_s
-        self._decide(RetrievalReport(kept=1, search_not_overlapped_s=-overlapped_s))
-        return True
+        self._is_due = True
+        promoted = self._server.promote(self._rid, self._task.done)
+        either: set[asyncio.Future[Any]] = {promoted, self._task}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        is_complete = self._task.done() and self._error is None and bool(self._events)
+        self._is_answer = is_complete if self._task.done() else promoted.result()
+        if self._is_answer:
+            self._overlapped_s = search_ended_s - self._started_s
+            self._leave()
+            self._note_kept()
+        return self._is_answer
 
     def discard(self) -> None:
         """It isn't the answer: end it in the background."""
@@ -110,17 +124,17 @@ class ChatSpeculation:
         gate = self._server.gate
         try:
             await asyncio.sleep(pause_s)
-            while True:
+            for attempt in itertools.count():
                 if gate.enter(self):
                     self._inside = True
                 else:
-                    self._log.add(RetrievalReport(withheld=1))
+                    if attempt == 0:
+                        self._log.add(RetrievalReport(withheld=1))
                     await self._admission.wait()
                     self._admission.clear()
                 if not await self._is_turned_away():
                     return
                 self._leave()
-                gate.shut()
         finally:
             self._leave()
             if self._is_unwanted:
@@ -141,7 +155,7 @@ class ChatSpeculation:
             self._server.gate.leave()
 
     async def _is_turned_away(self) -> bool:
-        """Send it once; whether the server had no room for it after all."""
+        """Send it once; whether it is to be sent again, as the server had no room after all."""
         self._started_s = time.perf_counter()
         self._has_fate = False
         self._log.add(RetrievalReport(started=1))
@@ -152,12 +166,14 @@ class ChatSpeculation:
         except Exception as error:
             said = str(error)
             fate = next((name for mark, name in _TURNED_AWAY.items() if mark in said), "failed")
-            was_wanted = not self._has_fate
+            is_wanted = not (self._has_fate or self._is_due)
             self._decide(RetrievalReport(**{fate: 1}))
-            if was_wanted and fate != "failed":
-                self._rid = None
-                self._events.clear()
-                return True
+            if fate != "failed":
+                self._server.gate.shut()
+                if is_wanted:
+                    self._rid = None
+                    self._events.clear()
+                    return True
             self._error = error
         return False
 
@@ -170,6 +186,12 @@ class ChatSpeculation:
             async for answer in answers:
                 self._events.append(answer)
                 self._news.set()
+                self._note_kept()
+
+    def _note_kept(self) -> None:
+        # What fails before it has anything is asked for again.
+        if self._is_answer and self._events:
+            self._decide(RetrievalReport(kept=1, search_not_overlapped_s=-self._overlapped_s))
 
     def _count_waste(self) -> None:
         if self._events and (wasted_tokens := computed_tokens_of(self._events[-1])):

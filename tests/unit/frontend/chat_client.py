@@ -54,6 +54,12 @@ class Request:
         finally:
             self.ended = True
 
+    async def end(self) -> None:
+        """Wait until nobody reads it any more."""
+        async with asyncio.timeout(LIMIT_S):
+            while not self.ended:
+                await asyncio.sleep(0)
+
 
 class ChunkStream:
     """As much of `openai.AsyncStream` as is used."""
@@ -90,6 +96,9 @@ class FakeClient:
         self.states: dict[str, str] = {}
         self.aborted: list[str] = []
         self.promoted: list[str] = []
+        # Cleared, it doesn't say of what it was told to promote whether it has.
+        self.promoting = asyncio.Event()
+        self.promoting.set()
         self.usage: dict[str, Any] | None = None
 
     def with_options(self, max_retries: int) -> FakeClient:
@@ -113,6 +122,7 @@ class FakeClient:
     async def post(self, url: str, body: dict[str, Any], cast_to: type) -> Any:
         if url == "http://server/rag/promote":
             self.promoted += body["rids"]
+            await self.promoting.wait()
             return {"rids": {rid: self.states.get(rid, "running") for rid in body["rids"]}}
         assert url == "http://server/abort_request"
         self.aborted.append(body["rid"])
@@ -120,6 +130,12 @@ class FakeClient:
             if request.rid == body["rid"]:
                 request.finish()
         return ""
+
+    async def promotion(self) -> None:
+        """Wait until it is told to promote something."""
+        async with asyncio.timeout(LIMIT_S):
+            while not self.promoted:
+                await asyncio.sleep(0)
 
     async def request(self, number: int) -> Request:
         """The `number`-th request, when it has come."""

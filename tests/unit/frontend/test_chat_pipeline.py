@@ -25,6 +25,7 @@ def test_a_speculation_on_the_final_documents_is_the_answer():
         assert result.completion == "yes"
         assert [scored.document for scored in result.documents] == [A]
         assert len(client.requests) == 1
+        await client.promotion()
         assert client.promoted == [guess.rid]
         assert (result.retrieval.started, result.retrieval.kept) == (1, 1)
         assert result.retrieval.search_not_overlapped_s < result.retrieval.search_s
@@ -114,6 +115,63 @@ def test_a_stream_that_is_left_is_ended():
     run(scenario)
 
 
+def test_a_complete_answer_needs_no_reply():
+    async def scenario(client, steps):
+        client.promoting.clear()
+        answer = ask(client, steps)
+        steps.send(A)
+        guess = await client.request(0)
+        guess.finish("yes")
+        await guess.end()
+        steps.send(A, final=True)
+        result = await answer
+        assert result.completion == "yes"
+        assert result.retrieval.kept == 1
+        # The server counts the answer by that.
+        await client.promotion()
+        assert client.promoted == [guess.rid]
+        client.promoting.set()
+
+    run(scenario)
+
+
+def test_an_answer_that_becomes_complete_waits_no_longer_for_a_reply():
+    async def scenario(client, steps):
+        client.promoting.clear()
+        answer = ask(client, steps)
+        steps.send(A)
+        guess = await client.request(0)
+        steps.send(A, final=True)
+        await client.promotion()
+        guess.finish("yes")
+        assert (await answer).completion == "yes"
+        assert len(client.requests) == 1
+        client.promoting.set()
+
+    run(scenario)
+
+
+def test_nothing_is_handed_out_before_the_reply():
+    async def scenario(client, steps):
+        client.promoting.clear()
+        answer = ask(client, steps, stream=True)
+        steps.send(A)
+        guess = await client.request(0)
+        guess.pieces.put_nowait("one")
+        steps.send(A, final=True)
+        await client.promotion()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not answer.done()
+        client.promoting.set()
+        chunks = (await answer).completion
+        assert await anext(chunks) == "one"
+        guess.finish()
+        assert [chunk async for chunk in chunks] == []
+
+    run(scenario)
+
+
 def test_what_the_server_doesnt_promote_is_asked_for_again():
     async def scenario(client, steps):
         answer = ask(client, steps)
@@ -149,6 +207,7 @@ def test_a_candidate_turned_away_starts_when_the_pool_drains(said):
         assert result.completion == "late"
         assert (result.retrieval.started, result.retrieval.kept) == (2, 1)
         assert result.retrieval.refused + result.retrieval.ended == 1
+        assert result.retrieval.withheld == 1, "once, before the server was asked"
 
     run(scenario)
 

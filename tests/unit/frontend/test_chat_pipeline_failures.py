@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rag_radix_frontend import retrieve_and_generate
+from rag_radix_frontend.chat_pipeline import _server_of
 from rag_radix_frontend.errors import RetrievalError
 from unit.frontend.chat_client import LIMIT_S, A, B, FakeClient, ask, build_messages, run
 
@@ -18,13 +19,16 @@ def test_a_stream_that_fails_before_its_first_chunk_is_asked_for_again(is_left):
         steps.send(A)
         guess = await client.request(0)
         steps.send(A, final=True)
-        chunks = (await answer).completion
+        result = await answer
+        chunks = result.completion
         guess.pieces.put_nowait(ConnectionError("gone"))
         first = asyncio.create_task(anext(chunks))
         request = await client.request(1)
         assert not request.speculative
         request.pieces.put_nowait("one")
         assert await first == "one"
+        assert (result.retrieval.failed, result.retrieval.kept) == (1, 0)
+        assert result.retrieval.search_not_overlapped_s == result.retrieval.search_s
         if is_left:
             await chunks.aclose()
         else:
@@ -52,18 +56,54 @@ def test_a_stream_that_fails_later_raises_that():
     run(scenario)
 
 
-def test_a_failed_speculation_is_nobodys_problem():
+@pytest.mark.parametrize("when", ["before", "while", "after"])
+def test_a_failed_speculation_is_nobodys_problem(when):
+    """Before it would become the answer, while the server is told so, or after that."""
+
     async def scenario(client, steps):
         answer = ask(client, steps)
         steps.send(A)
         guess = await client.request(0)
+        if when != "after":
+            client.promoting.clear()
+        if when != "before":
+            steps.send(A, final=True)
+            await client.promotion()
+        while when == "after" and _server_of(client).gate._inside:
+            await asyncio.sleep(0)
         guess.pieces.put_nowait(ConnectionError("gone"))
-        steps.send(A, final=True)
+        if when == "before":
+            await guess.end()
+            steps.send(A, final=True)
         request = await client.request(1)
+        assert not request.speculative
         request.finish("normal")
         result = await answer
         assert result.completion == "normal"
-        assert result.retrieval.failed == 1
+        assert (result.retrieval.failed, result.retrieval.kept) == (1, 0)
+        assert result.retrieval.search_not_overlapped_s == result.retrieval.search_s
+        assert len(client.promoted) == (when != "before"), "what has failed needs no promotion"
+        client.promoting.set()
+
+    run(scenario)
+
+
+def test_a_speculation_ended_while_it_is_promoted_is_asked_for_in_the_ordinary_way():
+    async def scenario(client, steps):
+        client.promoting.clear()
+        answer = ask(client, steps)
+        steps.send(A)
+        guess = await client.request(0)
+        steps.send(A, final=True)
+        await client.promotion()
+        guess.pieces.put_nowait(RuntimeError("speculation ended: 1 waits"))
+        request = await client.request(1)
+        assert not request.speculative
+        request.finish("normal")
+        result = await answer
+        assert result.completion == "normal"
+        assert (result.retrieval.ended, result.retrieval.kept) == (1, 0)
+        client.promoting.set()
 
     run(scenario)
 
