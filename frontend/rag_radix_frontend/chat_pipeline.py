@@ -7,10 +7,11 @@ with `rag_retrieve()`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from rag_radix_frontend.chat_speculation import ChatSpeculation
 from rag_radix_frontend.document import Document
 from rag_radix_frontend.errors import ArgumentError, RetrievalError
 from rag_radix_frontend.messages import annotate
+from rag_radix_frontend.ordering import text_identity
 from rag_radix_frontend.processes import PerProcess
 from rag_radix_frontend.retrieval_report import RetrievalLog, RetrievalReport
 from rag_radix_frontend.retriever import Retriever, ScoredDocument, Stage
@@ -28,6 +30,9 @@ Messages = Sequence[Mapping[str, Any]]
 BuildMessages = Callable[[Sequence[Document]], Messages]
 
 _SEARCH_THREADS = 64
+
+# Errors that say something else where a coroutine or a future raises them.
+_AMBIGUOUS = (StopIteration, StopAsyncIteration, concurrent.futures.CancelledError)
 
 # To send a guess and to end it takes up to 2 ms of CPU time, so it is only sent when it has stood
 # for so long, or for as long as the search had taken by then.
@@ -86,8 +91,8 @@ async def retrieve_and_generate(
 
     While the retriever searches, the completion for the documents found so far is already being
     written, as long as the server has room. If they are the final ones, it is the answer;
-    otherwise it is ended. What the next stage replaces within 2 ms isn't asked for. The retriever
-    runs on a thread.
+    otherwise it is ended. What the next stage replaces within 2 ms isn't asked for. All of a search
+    runs on one thread.
 
     Args:
         client: An `openai.AsyncOpenAI`, or what has its interface. One that has nothing but an
@@ -105,7 +110,8 @@ async def retrieve_and_generate(
 
     Raises:
         ArgumentError: k or retriever can't work, or messages don't quote the documents.
-        RetrievalError: The retriever ended without a final stage.
+        RetrievalError: The retriever ended without a final stage, or raised what would end the
+            caller in another way than an error.
     """
     if not isinstance(retriever, Retriever):
         raise ArgumentError(f"{retriever!r} is no retriever: it has no retrieve(query, k)")
@@ -117,31 +123,33 @@ async def retrieve_and_generate(
     speculative = speculative and options.get("n") in (None, 1)
     started_s = time.perf_counter()
     guess: ChatSpeculation | None = None
-    documents: tuple[Document, ...] = ()
+    found: list[tuple[str, str, str]] = []
     stages = 0
 
+    def request_for(stage: Stage) -> dict[str, Any]:
+        documents = [scored.document for scored in stage.documents]
+        return _request(build_messages, documents, strict, public, options)
+
     async def ask() -> Any:
-        request = _request(build_messages, documents, strict, public, options)
         return await client.chat.completions.create(**request)
 
     try:
-        async for stage in _stages(retriever, query, k):
-            stages += 1
-            found = tuple(scored.document for scored in stage.documents)
-            is_same, documents = found == documents, found
-            if guess is not None and not is_same:
-                guess.discard()
-                guess = None
-            if stage.final:
-                break
-            if speculative and documents and not is_same:
-                # Messages may not be made for documents that aren't in the result.
-                with contextlib.suppress(Exception):
-                    request = _request(build_messages, documents, strict, public, options)
-                    pause_s = min(_LONGEST_PAUSE_S, time.perf_counter() - started_s)
-                    guess = ChatSpeculation(server, request, log, pause_s)
-        else:
-            raise RetrievalError(f"{type(retriever).__name__} ended without a final stage")
+        async with contextlib.aclosing(_stages(retriever, query, k)) as stages_found:
+            async for stage in stages_found:
+                stages += 1
+                before, found = found, [text_identity(scored) for scored in stage.documents]
+                is_same = found == before
+                if guess is not None and not is_same:
+                    guess.discard()
+                    guess = None
+                if stage.final:
+                    break
+                if speculative and found and not is_same:
+                    # Messages may not be made for documents that aren't in the result.
+                    with contextlib.suppress(Exception):
+                        request = request_for(stage)
+                        pause_s = min(_LONGEST_PAUSE_S, time.perf_counter() - started_s)
+                        guess = ChatSpeculation(server, request, log, pause_s)
         ended_s = time.perf_counter()
         search_s = ended_s - started_s
         log.add(
@@ -149,6 +157,11 @@ async def retrieve_and_generate(
                 retrievals=1, stages=stages, search_s=search_s, search_not_overlapped_s=search_s
             )
         )
+        request = request_for(stage)
+        # Metadata doesn't count as a change of the documents, but may be in the messages.
+        if guess is not None and guess.messages != request["messages"]:
+            guess.discard()
+            guess = None
         if guess is not None and await guess.promote(ended_s):
             if options.get("stream"):
                 completion = _chunks(guess, ask)
@@ -219,17 +232,52 @@ def _server_of(client: Any) -> ChatServer:
     return servers[loop]
 
 
-async def _stages(retriever: Retriever, query: str, k: int) -> AsyncIterator[Stage]:
-    def begin() -> Iterator[Stage]:
-        try:
-            return iter(retriever.retrieve(query, k))
-        except StopIteration as error:  # A future can't hold it and would never be done.
-            raise RetrievalError(f"{type(retriever).__name__} raised StopIteration") from error
+async def _stages(retriever: Retriever, query: str, k: int) -> AsyncGenerator[Stage, None]:
+    """The stages of a search, the last of which is final.
 
+    The search is on one thread from its beginning to its end, since what it opens may belong to
+    that thread. When nobody takes its stages any more, it ends at the next one.
+    """
     loop = asyncio.get_running_loop()
-    stages = await loop.run_in_executor(_THREADS.pool, begin)
-    while (stage := await loop.run_in_executor(_THREADS.pool, next, stages, None)) is not None:
-        yield stage
+    arrived: asyncio.Queue[Stage | Exception] = asyncio.Queue()
+    is_left = False
+
+    def hand_over(what: Stage | Exception) -> None:
+        nonlocal is_left
+        try:
+            loop.call_soon_threadsafe(arrived.put_nowait, what)
+        except RuntimeError:  # The loop is closed.
+            is_left = True
+
+    def search() -> None:
+        if is_left:  # while all threads were busy
+            return
+        try:
+            for stage in retriever.retrieve(query, k):
+                if is_left:
+                    return
+                hand_over(stage)
+                if stage.final:
+                    return
+            raise RetrievalError(f"{type(retriever).__name__} ended without a final stage")
+        except BaseException as error:
+            hand_over(_as_ordinary(error, retriever))
+
+    try:
+        _THREADS.pool.submit(search)
+        while not isinstance(it := await arrived.get(), Exception):
+            yield it
+        raise it
+    finally:
+        is_left = True
+
+
+def _as_ordinary(error: BaseException, retriever: Retriever) -> Exception:
+    if isinstance(error, Exception) and not isinstance(error, _AMBIGUOUS):
+        return error
+    ordinary = RetrievalError(f"{type(retriever).__name__} raised {error!r}")
+    ordinary.__cause__ = error
+    return ordinary
 
 
 class _Threads(PerProcess):

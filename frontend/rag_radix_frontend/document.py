@@ -18,7 +18,7 @@ class Document:
     """One document of a collection.
 
     `id` names it, `version` its revision ("" where there are none); `metadata` is the
-    user's own and takes no part in anything.
+    user's own, and nothing but `==` looks at it.
     """
 
     id: str

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from rag_radix_frontend import chat_pipeline, chat_retrievals
+from rag_radix_frontend import Document, chat_pipeline, chat_retrievals, retrieve_and_generate
 from rag_radix_frontend.chat_pipeline import _server_of, _servers
 from rag_radix_frontend.chat_server import ChatServer
 from unit.frontend.chat_client import LIMIT_S, A, B, FakeClient, ask, run
@@ -168,6 +169,52 @@ def test_nothing_is_handed_out_before_the_reply():
         assert await anext(chunks) == "one"
         guess.finish()
         assert [chunk async for chunk in chunks] == []
+
+    run(scenario)
+
+
+def with_distance(distance):
+    """A, as a retriever returns it that notes more than a text."""
+    metadata = {"embedding": np.arange(3.0), "distance": distance}
+    return Document(A.id, A.text, metadata=metadata)
+
+
+def test_metadata_that_changes_is_no_change_of_the_documents():
+    async def scenario(client, steps):
+        answer = ask(client, steps)
+        steps.send(with_distance(0.5))
+        guess = await client.request(0)
+        steps.send(with_distance(0.25))
+        steps.send(with_distance(0.125), final=True)
+        guess.finish("yes")
+        result = await answer
+        assert result.completion == "yes"
+        assert result.documents[0].document.metadata["distance"] == 0.125
+        assert (result.retrieval.started, result.retrieval.kept) == (1, 1)
+
+    run(scenario)
+
+
+def test_messages_are_those_with_the_final_metadata():
+    def quoting(documents):
+        return [
+            {"role": "user", "content": f"{each.text} ({each.metadata['distance']})"}
+            for each in documents
+        ]
+
+    async def scenario(client, steps):
+        answer = asyncio.create_task(retrieve_and_generate(client, steps, "?", quoting))
+        steps.send(with_distance(0.5))
+        guess = await client.request(0)
+        assert guess.content == "text of a (0.5)"
+        steps.send(with_distance(0.25), final=True)
+        request = await client.request(1)
+        assert request.content == "text of a (0.25)"
+        request.finish("yes")
+        result = await answer
+        assert result.completion == "yes"
+        assert (result.retrieval.cancelled, result.retrieval.kept) == (1, 0)
+        await guess.end()
 
     run(scenario)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rag_radix_frontend import retrieve_and_generate
-from rag_radix_frontend.chat_pipeline import _server_of
+from rag_radix_frontend import Stage, chat_pipeline, retrieve_and_generate
+from rag_radix_frontend.chat_pipeline import _server_of, _stages
 from rag_radix_frontend.errors import RetrievalError
-from unit.frontend.chat_client import LIMIT_S, A, B, FakeClient, ask, build_messages, run
+from unit.frontend.chat_client import LIMIT_S, A, B, ask, build_messages, run
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -122,17 +126,85 @@ def test_an_exception_in_the_retriever_ends_the_speculation():
     run(scenario)
 
 
-def test_a_retriever_that_looks_for_what_is_not_there_raises_that():
+@pytest.mark.parametrize(
+    "error",
+    [
+        StopIteration(),
+        StopAsyncIteration(),
+        concurrent.futures.CancelledError(),
+        asyncio.CancelledError(),
+        SystemExit(),
+    ],
+    ids=lambda error: f"{type(error).__module__}.{type(error).__name__}",
+)
+def test_what_would_end_the_caller_unnoticed_is_an_error_of_the_retriever(error):
     class Naive:
         def retrieve(self, query: str, k: int) -> Any:
-            return [next(iter(()))]
+            raise error
 
-    async def run() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            with pytest.raises(RetrievalError, match="StopIteration"):
-                await retrieve_and_generate(FakeClient(), Naive(), "q", lambda _: [])
+    async def scenario(client, _):
+        with pytest.raises(RetrievalError, match=type(error).__name__) as raised:
+            await ask(client, Naive())
+        assert raised.value.__cause__ is error
 
-    asyncio.run(run())
+    run(scenario)
+
+
+class OnOneThread:
+    """A search with something open that belongs to its thread, as connections to SQLite do."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.go_on = threading.Event()
+        self.closed = threading.Event()
+
+    def retrieve(self, query: str, k: int) -> Iterator[Stage]:
+        try:
+            for is_last in (False, True):
+                self.threads.append(threading.get_ident())
+                yield Stage((), is_last)
+                assert self.go_on.wait(LIMIT_S)
+            raise AssertionError("it isn't asked for what is behind the last stage")
+        finally:
+            self.threads.append(threading.get_ident())
+            self.closed.set()
+
+
+@pytest.mark.parametrize("end", ["final", "left", "loop closed"])
+def test_a_search_is_on_one_thread_to_its_end(end):
+    search = OnOneThread()
+    loop = asyncio.new_event_loop()
+    stages = _stages(search, "?", 1)
+    assert loop.run_until_complete(anext(stages)) == Stage((), False)
+    if end == "final":
+        search.go_on.set()
+        assert loop.run_until_complete(anext(stages)) == Stage((), True)
+    if end != "loop closed":
+        loop.run_until_complete(stages.aclose())
+    loop.close()
+    search.go_on.set()
+    assert search.closed.wait(LIMIT_S)
+    assert len(set(search.threads)) == 1
+    assert threading.get_ident() not in search.threads
+
+
+def test_a_search_nobody_waits_for_any_more_is_never_begun(monkeypatch):
+    waiting = []
+    pool = SimpleNamespace(submit=waiting.append)
+    monkeypatch.setattr(chat_pipeline, "_THREADS", SimpleNamespace(pool=pool))
+
+    async def scenario(client, _):
+        search = OnOneThread()
+        answer = ask(client, search)
+        while not waiting:
+            await asyncio.sleep(0)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        waiting[0]()
+        assert not search.threads
+
+    run(scenario)
 
 
 def test_a_caller_that_gives_up_ends_the_speculation():
