@@ -145,6 +145,7 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "write_backup_storage": ("self", "node_id"),
             "_handle_prefetch_result": ("self", "operation"),
             "release_aborted_request": ("self", "request"),
+            "drain_storage_control_queues": ("self",),
             "prefetch_from_storage": (
                 "self",
                 "request",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
     from rag_radix.node import DocumentNode
 
+logger = logging.getLogger(__name__)
+
 _FULL = ComponentType.FULL
+# Between two looks for what a storage backend has written.
+_WRITE_POLL_S = 0.001
 # Of the device tier: what may be locked by copies that were begun ahead of eviction.
 _AHEAD_SHARE = 0.25
 # Many prompts begin with a node that so many retrievals have read, one in so many at least.
@@ -48,7 +54,10 @@ class SwapOut:
 
     def make_room(self, evicted: dict[Any, int], tokens: int) -> None:
         """Evict device leaves, lowest priority first, until `tokens` have left the device or
-        there is none that can.
+        there is none left.
+
+        SGLang admits requests against all leaves and ends when their slots can't be had, so what
+        host locks keep a leaf from leaving has to end in the last resort.
 
         Args:
             evicted: SGLang's count by component, added to.
@@ -58,6 +67,8 @@ class SwapOut:
             if evicted[_FULL] < tokens and self._locks():
                 self._submit()
                 self._tree.wait_for_copies()
+                self._evict_leaves(evicted, tokens)
+            while evicted[_FULL] < tokens and self._unlock_leaves():
                 self._evict_leaves(evicted, tokens)
         finally:
             self._settle()
@@ -79,7 +90,7 @@ class SwapOut:
     def _evict(self, node: DocumentNode) -> int:
         """Let `node`, a device leaf, leave the device: kept on host if it is there or if the
         copy is worth it and there is room, dropped with what hangs below it otherwise. It stays
-        when something below is in use.
+        when it or something below is locked on host and there is no room for it.
 
         Returns: The device tokens that are free then.
         """
@@ -88,13 +99,21 @@ class SwapOut:
         if node.backuped or (
             tree.is_write_back and not is_unused_tail and self._copy(node, ahead=False)
         ):
-            self._leaving.append(tree.tree_core.leave_device(node))
-            return node.statistics.tokens
-        freed = self._drop_all(node) if node.children else self._drop(node)
-        if freed and is_unused_tail:
-            tree.counters.dropped_tail_nodes += 1
-            tree.counters.dropped_tail_tokens += node.statistics.tokens
-        return freed
+            return self._leave(node)
+        if freed := self._drop_all(node) if node.children else self._drop(node):
+            if is_unused_tail:
+                tree.counters.dropped_tail_nodes += 1
+                tree.counters.dropped_tail_tokens += node.statistics.tokens
+            return freed
+        # What a prefetch from storage hangs on can't be dropped, but it can be copied.
+        if tree.is_write_back and self._copy(node, ahead=False, is_needed=True):
+            return self._leave(node)
+        return 0
+
+    def _leave(self, node: DocumentNode) -> int:
+        """Let `node` stay on host only."""
+        self._leaving.append(self._tree.tree_core.leave_device(node))
+        return node.statistics.tokens
 
     def _drop(self, node: DocumentNode) -> int:
         slots = self._tree.tree_core.drop(node)
@@ -113,6 +132,35 @@ class SwapOut:
         tree._apply_eviction_result(result)
         tokens: int = result.tracker.get(_FULL, 0)
         return tokens
+
+    def _unlock_leaves(self) -> bool:
+        """End something that locks, on host, device leaves that couldn't be evicted, or what hangs
+        below them: what costs least first.
+
+        Returns: Whether there was something of the kind.
+        """
+        tree, leaves = self._tree, self._tree.tree_core.evictable_device_leaves
+        nodes = [node for leaf in leaves for node in _subtree(leaf)]
+        if not any(node.component_data[_FULL].host_lock_ref for node in nodes):
+            return False
+        ids = {node.id for node in nodes}
+        anchored = [
+            request
+            for request, prefetch in tree.ongoing_prefetch.items()
+            if prefetch.anchor_node_id in ids
+        ]
+        if anchored:
+            for request in anchored:
+                tree.release_aborted_request(request)  # it is computed instead
+            return True
+        if any(node_id in ids for node_id, _ in tree.ongoing_backup.values()):
+            time.sleep(_WRITE_POLL_S)
+            tree.drain_storage_control_queues()
+            return True
+        given_up = tree.control.give_up_places(ids)
+        if given_up:
+            logger.warning("Pins: device and host are full; given up on host: %d places", given_up)
+        return given_up > 0
 
     def copy_ahead(self, path: Iterable[DocumentNode]) -> None:
         """Begin to copy what of `path` is to have a host copy before it leaves the device, upper
@@ -159,8 +207,9 @@ class SwapOut:
             for node_id in copy.publish_node_ids
         )
 
-    def _copy(self, node: DocumentNode, *, ahead: bool) -> bool:
-        """Begin to copy `node`; False when it isn't worth it or there is no room."""
+    def _copy(self, node: DocumentNode, *, ahead: bool, is_needed: bool = False) -> bool:
+        """Begin to copy `node`; False when there is no room or, unless it `is_needed`, it isn't
+        worth it."""
         tree, component, host_slots = self._tree, self._tree.component, self.host_slots
         tokens = node.statistics.tokens
         if tokens > host_slots.capacity_tokens:
@@ -169,7 +218,7 @@ class SwapOut:
         victims = component.choose_host_victims(missing) if missing > 0 else HostVictims()
         if victims is None:
             return False
-        if self._is_choosy and not self._is_admitted(node, victims):
+        if self._is_choosy and not is_needed and not self._is_admitted(node, victims):
             component.keep(victims)
             tree.counters.refused_nodes += 1
             tree.counters.refused_tokens += tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -145,6 +145,10 @@ class Control:
     def retired(self, tops: Iterable[DocumentNode]) -> None:
         """Nothing finds these nodes and what is below them any more."""
         self._pins.retired(tops)
+
+    def give_up_places(self, node_ids: Container[int]) -> int:
+        """Some of these nodes must leave both tiers; see `Pins.give_up_places`."""
+        return self._pins.give_up_places(node_ids)
 
     def lost(self, nodes: Sequence[DocumentNode]) -> None:
         """The KV of `nodes` is wrong."""

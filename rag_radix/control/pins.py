@@ -14,7 +14,7 @@ rank gets the calls in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -147,6 +147,12 @@ class PinnedTier:
         """The nodes at which what is kept ends."""
         return [self._tree.tree_core.node_by_id(node_id) for node_id in self._held]
 
+    def give_up(self, node_ids: Container[int]) -> int:
+        """Keep no longer what ends at one of these nodes; returns how many places that are."""
+        given_up = [node_id for node_id in self._held if node_id in node_ids]
+        self.release(given_up)
+        return len(given_up)
+
     def forget(self) -> None:
         """The nodes are gone, and their locks with them."""
         self._held.clear()
@@ -245,6 +251,11 @@ class Pins:
         gone = [node.id for top in tops for node in subtree(top)] if self._pins else []
         for tier in self._tiers.values():
             tier.release(gone)
+
+    def give_up_places(self, node_ids: Container[int]) -> int:
+        """Keep no longer on host what ends at one of these nodes, whatever pins say; returns how
+        many places that are."""
+        return self._tiers["host"].give_up(node_ids)
 
     def reset(self) -> None:
         """All nodes are gone; the pins stay."""

@@ -12,7 +12,7 @@ from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.pool_host import mha, mla
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache, _OngoingPrefetch
 
 from rag_radix.sglang_compat import storage_directory, use_verified_files
 from rag_radix.storage.backend import VerifiedFiles
@@ -72,6 +72,13 @@ def test_a_request_asks_storage_before_it_waits_and_is_found_there() -> None:
     assert queue.index("self._prefetch_kvcache(req)") < queue.index("self.waiting_queue.append")
     prefetch = _source(scheduler.Scheduler._prefetch_kvcache)
     assert "tree_cache.is_backuped(last_host_node)" in prefetch
+
+
+def test_what_is_under_way_says_on_which_node_it_has_a_lock() -> None:
+    assert "anchor_node_id" in _OngoingPrefetch._fields
+    assert "self.ongoing_backup[operation_id] = (\n            node_id,\n" in _source(
+        UnifiedRadixCache.write_backup_storage
+    )
 
 
 def test_a_node_is_written_when_its_copy_is_done_and_by_one_call() -> None:
