@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from array import array
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -83,6 +84,7 @@ __all__ = [
     "compute_node_hash_values",
     "create_unified_radix_cache",
     "device_bytes_per_token",
+    "is_answered_with_error",
     "is_finished_unaborted",
     "rank_consensus",
     "register_radix_cache_backend",
@@ -95,6 +97,8 @@ __all__ = [
 ]
 
 SGLANG_VERSION = "0.5.23"
+
+_NO_PROMPT = array("q", [0])
 
 # What our subclasses override or call, with the parameters they rely on.
 _SURFACE: dict[str, tuple[str, ...]] = {
@@ -282,6 +286,11 @@ def is_finished_unaborted(req: Any) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return req.finished() and not isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def is_answered_with_error(req: Any) -> bool:
+    """Whether SGLang is to end `req` with an error, and has put a token in place of its prompt."""
+    return req.to_finish is not None and req.origin_input_ids == _NO_PROMPT
 
 
 def abort_dispatched(manager: Any, rid: str) -> None:

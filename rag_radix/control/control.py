@@ -10,7 +10,7 @@ from rag_radix.control.pins import Pin, Pins
 from rag_radix.control.retirement import Removed, Retirement, RetirementCounters
 from rag_radix.control.selector import Selector
 from rag_radix.control.versions import Versions
-from rag_radix.sglang_compat import rank_consensus
+from rag_radix.sglang_compat import is_answered_with_error, rank_consensus
 from rag_radix.statistics import DocumentKey
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ class Control:
         """A pass begins in which `reqs` prefill."""
         for req in reqs:
             # It may have waited while a newer version came.
-            if any(map(self._versions.is_older, self._versioned(req))):
+            is_outdated = any(map(self._versions.is_older, self._versioned(req)))
+            if is_outdated or is_answered_with_error(req):
                 req.skip_radix_cache_insert = True
         self._retirement.started(reqs)
 

@@ -6,6 +6,8 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.runtime_context import get_parallel
 from tree_harness import harness
 from unit.tree.prompts import document, prompt
 
@@ -244,6 +246,36 @@ def test_what_repeats_a_counted_retrieval_counts_as_none():
             h.finish(req)
         assert frequencies(h, "a") == [1]
         assert (h.tree.counters.requests, h.tree.counters.documents) == (1, 1)
+
+
+def test_what_is_answered_with_an_error_counts_and_names_nothing():
+    with harness(device_tokens=400) as h, get_parallel().override(tp_rank=0):
+        req = h.request(range(50), [("a", 0, 1), ("b", 1, 40)])
+        req.set_finish_with_abort("no such adapter")
+        h.admit(req)
+        h.compute(req)
+        h.publish(req)
+        h.finish(req, aborted=True)
+        counters = h.tree.counters
+        assert (counters.requests, counters.documents, counters.prompt_tokens) == (0, 0, 0)
+        assert len(h.tree.document_frequencies) == 0
+        assert h.nodes() == []
+        h.check()
+
+
+def test_what_its_client_aborts_counts():
+    with harness(device_tokens=400) as h:
+        req = h.request(*prompt("a", "b"))
+        h.admit(req)
+        h.compute(req, 60)
+        h.publish(req)
+        req.to_finish = FINISH_ABORT()
+        req.init_next_round_input()
+        h.tree.control.started([req])
+        h.compute(req)
+        h.finish(req, aborted=True)
+        assert (h.tree.counters.requests, h.tree.counters.documents) == (1, 2)
+        h.check()
 
 
 def test_a_document_read_only_by_a_speculation_gets_a_cost_when_it_is_used():
