@@ -92,8 +92,9 @@ class KnowledgeSchedulePolicy(SchedulePolicy):
         return self.queue.turn(req, req.prefix_len + req.host_hit_length)
 
     def may_preempt(self, req: Any) -> bool:
-        """Whether running requests of a lower priority may make way for `req`."""
-        return not self._is_guess(req)
+        """Whether running requests of a lower priority may make way for `req`: SGLang asks before
+        it knows whether this one would be added."""
+        return not self._is_guess(req) and (self.queue is None or self.queue.may_go_now(req))
 
     def serve(self, req: Any) -> None:
         """Note that `req` was added to the batch."""

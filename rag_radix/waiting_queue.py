@@ -118,15 +118,17 @@ class WaitingQueue:
         queued = self._queued[req]
         if not self.order.may_be_served(queued):
             return Turn.STOP
-        next_document = self._next_document(queued, cached_tokens)
-        if (
-            next_document not in self._computing
-            or self.order.overtaken(queued) >= self.order.window
-        ):
+        if not self._waits_for(queued, self._next_document(queued, cached_tokens)):
             return Turn.SERVE
         self.held_requests += not queued.was_held
         queued.was_held = True
         return Turn.SKIP if queued.position < self._last_free else Turn.STOP
+
+    def may_go_now(self, req: Any) -> bool:
+        """Whether it would be the turn of `req`, by what was cached as the pass began."""
+        queued = self._queued[req]
+        is_next = self.order.may_be_served(queued)
+        return is_next and not self._waits_for(queued, queued.next_document)
 
     def serve(self, req: Any) -> None:
         """Note that `req` is being served: it is in the queue no more."""
@@ -144,6 +146,10 @@ class WaitingQueue:
             "most_overtakings": self.order.most_overtakings,
             "held_requests": self.held_requests,
         }
+
+    def _waits_for(self, queued: QueuedRequest, document: bytes | None) -> bool:
+        """Whether another computes `document`, which `queued` lacks and may still wait for."""
+        return document in self._computing and self.order.overtaken(queued) < self.order.window
 
     def _publishes(self, req: Any) -> list[bytes]:
         """The documents that `req` will have put into the tree by the end of its prefill."""

@@ -43,10 +43,10 @@ class Passes:
         self.waiting.append(req)
         return req
 
-    def begin(self, at_most: int = 9, chunk: int | None = None, skip: Sequence[Any] = ()) -> Any:
-        """Choose a batch, which is then in flight; SGLang would pass over those to `skip`."""
+    def adder(self, at_most: int = 9, chunk: int | None = None) -> Any:
+        """What chooses a batch; the queue is in order then."""
         self.policy.calc_priority(self.waiting)
-        adder = self.scheduler.get_prefill_adder_class()(
+        return self.scheduler.get_prefill_adder_class()(
             self.h.page_size,
             self.h.tree,
             self.h.allocator,
@@ -56,6 +56,10 @@ class Passes:
             chunk,
             prefill_max_requests=at_most,
         )
+
+    def begin(self, at_most: int = 9, chunk: int | None = None, skip: Sequence[Any] = ()) -> Any:
+        """Choose a batch, which is then in flight; SGLang would pass over those to `skip`."""
+        adder = self.adder(at_most, chunk)
         if (chunked := self.scheduler.chunked_req) is not None:
             chunked.init_next_round_input()
             self.scheduler.chunked_req = adder.add_chunked_req(chunked)
@@ -286,11 +290,35 @@ def test_a_speculation_preempts_nobody(monkeypatch):
     monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda self, req: True)
     with passes(scheduling={"priorities": True}) as it:
         guess, ordinary = it.arrive("a", speculative=True, priority=9), it.arrive("b", priority=1)
-        adder = it.scheduler.get_prefill_adder_class()(
-            it.h.page_size, it.h.tree, it.h.allocator, None, 0.0, 100_000, None
-        )
+        adder = it.adder()
         assert not adder.preempt_to_schedule(guess)
         assert adder.preempt_to_schedule(ordinary)
+
+
+def test_who_waits_for_a_document_that_is_being_computed_preempts_nobody(monkeypatch):
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda self, req: True)
+    with passes(window=2, scheduling={"priorities": True}) as it:
+        it.arrive("a", "b", priority=1)
+        in_flight = SimpleNamespace(forward_mode=ForwardMode.EXTEND, reqs=it.begin())
+        it.scheduler.result_queue = [(in_flight, None)]
+        held = it.arrive("a", "c", priority=1)
+        others = [it.arrive(name, priority=1) for name in "def"]
+        adder = it.adder()
+        assert not adder.preempt_to_schedule(held)
+        assert adder.preempt_to_schedule(others[0])
+        assert it.policy.report()["held_requests"] == 0
+        it.begin(2)
+        assert it.adder().preempt_to_schedule(held)  # it has been overtaken as often as allowed
+
+
+def test_who_would_overtake_another_too_often_preempts_nobody(monkeypatch):
+    monkeypatch.setattr(PrefillAdder, "preempt_to_schedule", lambda self, req: True)
+    with passes(window=2, scheduling={"priorities": True}) as it:
+        skipped, *others = (it.arrive(name, priority=1) for name in "abcd")
+        it.run(skip=[skipped])
+        adder = it.adder()
+        assert not adder.preempt_to_schedule(others[2])
+        assert adder.preempt_to_schedule(skipped)
 
 
 def test_priorities_come_before_reuse():
