@@ -115,6 +115,8 @@ def _refuse_unsupported(ctx: Any) -> None:
         "--enable-flexkv": args.enable_flexkv,
         "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
         "--hicache-host-memory-mode buffer_only": args.hicache_host_memory_mode == "buffer_only",
+        # A rank orders its queue by the bytes of its own layers.
+        "pipeline parallelism (--pp-size above 1)": args.pp_size > 1,
         "--disaggregation-mode": args.disaggregation_mode != "null",
     }
     for name, present in refused.items():

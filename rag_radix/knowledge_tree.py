@@ -101,7 +101,7 @@ class KnowledgeTree(UnifiedRadixCache):
         """Attach the host tier and copy to it at eviction, whatever `--hicache-write-policy`
         says: write-through would copy every insert, questions and outputs included."""
         super().init_hicache(server_args, params)
-        self.is_alone = self.tp_world_size == self.pp_size == params.attn_cp_size == 1
+        self.is_alone = self.tp_world_size == params.attn_cp_size == 1
         self.copy_failures.watch(self.cache_controller)
         self.cache_controller.write_policy = "write_back"
         self.is_write_back = True
