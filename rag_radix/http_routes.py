@@ -8,9 +8,10 @@ large, 500 when a scheduler failed.
 - `POST /rag/promote` ``{"rids": [...]}``: these speculations were right. Answers
   ``{"rids": {rid: state}}``. "running": it waits or runs, and from now on is an ordinary request:
   it is never ended, and it counts. "finished": it has ended with its answer, and counts.
-  "unknown": it was refused, ended or cancelled, is no speculation, or is forgotten (the last 1,024
-  that have ended are known). To promote twice changes nothing. A batch's requests have an id
-  each: those given, or ``<rid>_<index>`` when only one was.
+  "unknown": it was refused, ended or cancelled, is no speculation, is forgotten (the last 1,024
+  that have ended are known), or hasn't reached the schedulers within a second: ask again. To
+  promote twice changes nothing. A batch's requests have an id each: those given, or
+  ``<rid>_<index>`` when only one was.
 - `GET /rag/pool`: ``{"waiting": n, "max_prefill_bs": m, "accepts": bool}``: how many requests wait,
   and whether a speculation would be admitted now. Of several data-parallel ranks, the one with
   the fewest.
@@ -29,6 +30,7 @@ The operators' routes are in `rag_radix.control.routes`.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -49,6 +51,9 @@ POOL_PATH = "/rag/pool"
 ORDER_PATH = "/rag/order"
 PLACE_PATH = "/rag/place"
 
+# How long a promotion waits for a request to be tokenized, much longer than that takes: requests
+# stay there while SGLang is paused or gets other weights.
+_DISPATCH_S = 1.0
 MAX_RIDS = 1024
 MAX_RID_CHARS = 512
 MAX_PROMOTE_BYTES = 1 << 20
@@ -160,14 +165,18 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _are_dispatched(manager: Any, rids: list[str]) -> None:
-    """Wait for requests that are still being tokenized here: the schedulers don't know them."""
+    """Wait for requests that are still being tokenized here: the schedulers don't know them.
+
+    Not until the client has gone: it may end at once, and its answer counts by the promotion.
+    """
 
     def is_on_its_way(rid: str) -> bool:
         # Asked for each time: one that can't be tokenized, or whose client has gone, is dropped.
         state = manager.rid_to_state.get(rid)
         return state is not None and not (state.dispatched or state.finished)
 
-    while any(map(is_on_its_way, rids)):
+    deadline = time.monotonic() + _DISPATCH_S
+    while any(map(is_on_its_way, rids)) and time.monotonic() < deadline:
         await asyncio.sleep(0.001)
 
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 
+from rag_radix import http_routes
 from rag_radix.errors import RpcError
 from rag_radix.http_routes import MAX_ORDER_BYTES, add_routes, assemble, parse_rids
 
@@ -121,6 +122,15 @@ def test_a_promotion_does_not_wait_for_a_request_that_could_not_be_tokenized() -
             return False
 
     states: dict[str, Any] = {"a": State()}
+    reply = client({"a": "unknown"}, states=states).post("/rag/promote", json={"rids": ["a"]})
+    assert reply.json() == {"rids": {"a": "unknown"}}
+
+
+def test_a_promotion_does_not_wait_for_ever_for_a_request_that_stays_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_routes, "_DISPATCH_S", 0.01)
+    states = {"a": SimpleNamespace(finished=False, dispatched=False)}
     reply = client({"a": "unknown"}, states=states).post("/rag/promote", json={"rids": ["a"]})
     assert reply.json() == {"rids": {"a": "unknown"}}
 
