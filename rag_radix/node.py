@@ -50,8 +50,9 @@ class DocumentNode(UnifiedTreeNode):
         offered: By `TierName`, the rank of the tier's live heap entry, if any.
         unmarked_documents: Documents that lie here, in part or whole, and had no node at their
             end when this was noted: those beyond `max_depth`, those within a page, and those of
-            which only a part was computed.
-        names_forgotten: Whether more documents end here than `occurrences` keeps.
+            which only a part was computed. The last ones noted are kept.
+        names_forgotten: Whether more documents end or lie here than are known.
+        unmarked_forgotten: Whether those may lie in any part of it.
         on_device: Whether it counts among its parent's `device_children`.
         on_host: Whether it counts as being on host.
         device_children: Children whose KV is on the device.
@@ -69,7 +70,7 @@ class DocumentNode(UnifiedTreeNode):
     load_back_pending_id: int | None = None
     host_reclaims = 0
     unmarked_documents: tuple[DocumentKey, ...] = ()
-    names_forgotten = False
+    names_forgotten = unmarked_forgotten = False
     mark: Mark | None = None
 
     def __init__(self, tree_components: Any, priority: int = 0) -> None:

@@ -106,7 +106,8 @@ class KnowledgeTreeCore(TierMoves):
         """A document ends at `node`."""
         if occurrence not in node.occurrences:
             if len(node.occurrences) == _NAMES_KEPT:
-                self.forget_names(node)
+                node.names_forgotten = True
+                self.places.add_unknown(node)
                 self.holdings.named(node, node.occurrences[0], -1)
             node.occurrences = (*node.occurrences, occurrence)[-_NAMES_KEPT:]
             self.places.add(occurrence.document.id, node)
@@ -119,12 +120,14 @@ class KnowledgeTreeCore(TierMoves):
     def note_unmarked(self, node: DocumentNode, document: DocumentKey) -> None:
         """A document lies at `node` and has none of its own."""
         if document not in node.unmarked_documents:
-            node.unmarked_documents = (*node.unmarked_documents, document)
+            if len(node.unmarked_documents) == _NAMES_KEPT:
+                self.forget_names(node)
+            node.unmarked_documents = (*node.unmarked_documents, document)[-_NAMES_KEPT:]
             self.places.add(document.id, node)
 
     def forget_names(self, node: DocumentNode) -> None:
-        """Documents end at `node` of which it isn't known which."""
-        node.names_forgotten = True
+        """Documents lie at `node`, in any part of it, of which it isn't known which."""
+        node.names_forgotten = node.unmarked_forgotten = True
         self.places.add_unknown(node)
 
     def hide(self, node: DocumentNode, key: Any) -> None:
@@ -303,6 +306,8 @@ class KnowledgeTreeCore(TierMoves):
         upper.matched = child.matched
         for document in child.unmarked_documents:
             self.note_unmarked(upper, document)
+        if child.unmarked_forgotten:
+            self.forget_names(upper)
         upper.host_copies = child.host_copies
         upper.host_reclaims = child.host_reclaims
         upper.keeps_host_copy = child.keeps_host_copy

@@ -244,7 +244,8 @@ class Retirement:
             return list(self._topmost_of(selector.namespace))
         named: list[list[DocumentNode]] = []  # a chain for each place of a document that goes
         for node in self.places(selector):
-            if any(map(selector.matches, node.unmarked_documents)):
+            # One that lies here may be among those whose names are forgotten.
+            if node.names_forgotten or any(map(selector.matches, node.unmarked_documents)):
                 named.append([node])
             if _goes(node, selector):
                 named += [chain(node, occurrence) for occurrence in node.occurrences]

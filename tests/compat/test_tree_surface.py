@@ -84,6 +84,7 @@ def test_a_node_has_no_attribute_that_sglang_uses_for_something_else():
         "device_children",
         "names_forgotten",
         "unmarked_documents",
+        "unmarked_forgotten",
     }
     assert ours.isdisjoint(base)
     attributes = {*vars(DocumentNode), *vars(DocumentNode((), 0))}

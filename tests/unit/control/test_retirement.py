@@ -161,11 +161,31 @@ def test_what_stands_behind_a_public_document_goes_with_it_for_every_tenant():
         assert is_empty_but_for(h, 20)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_document_without_a_node_goes_when_its_name_is_forgotten(is_cut):
+    with harness(device_tokens=1000, page_size=16) as h:
+        for number in range(20):
+            h.serve(range(64), [(f"d{number}", 20, 28)], output=())
+        if is_cut:  # behind the document
+            h.serve([*range(32), *document("other")], output=())
+        assert invalidate(h, id="d0").places == 1
+        assert h.serve(range(64)).cached_tokens_device == 16
+
+
+def test_a_head_stays_when_names_of_documents_that_end_below_it_are_forgotten():
+    with harness(device_tokens=1000) as h:
+        for number in range(20):
+            h.serve([*SYSTEM, *range(40)], [(f"d{number}", 20, 60)], output=())
+        h.serve([*SYSTEM, *range(10), *document("e")], [("e", 20, 70)], output=())
+        assert invalidate(h, id="unknown").places == 1
+        assert ids(h) == {"e"}
+
+
 def _tops_by_looking_through_all(h, selector):
     """What goes, by its definition."""
     named, kept = [], set()
     for node in filter(h.tree.control.reaches, h.nodes()):
-        if any(map(selector.matches, node.unmarked_documents)):
+        if node.names_forgotten or any(map(selector.matches, node.unmarked_documents)):
             named.append([node])
         goes = node.names_forgotten or any(selector.matches(o.document) for o in node.occurrences)
         for occurrence in node.occurrences:

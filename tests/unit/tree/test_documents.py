@@ -118,6 +118,21 @@ def test_a_client_that_names_the_same_tokens_anew_each_time_does_not_fill_memory
         assert named[-1] == "name-39"
 
 
+@pytest.mark.parametrize(
+    ("page_size", "max_depth", "before"),
+    [(16, None, []), (1, 1, [("a", 0, 20)])],
+    ids=["within a page", "too deep"],
+)
+def test_nor_does_one_whose_documents_have_no_nodes(page_size, max_depth, before):
+    config = {"max_depth": max_depth}
+    with harness(device_tokens=1000, page_size=page_size, policy_config=config) as h:
+        for number in range(40):
+            h.serve(range(64), [*before, (f"name-{number}", 20, 28)])
+        noted = [document.id for node in h.nodes() for document in node.unmarked_documents]
+        assert len(noted) < 30
+        assert "name-39" in noted
+
+
 def test_the_same_document_behind_another_one_is_another_node():
     with harness(device_tokens=1000) as h:
         for order in (("a", "b"), ("b", "a")):
