@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rag_radix.node import DocumentNode
 
-# Entries per node from which on those of nodes that are gone are thrown out.
+# Entries per node from which on those of nodes that are gone are thrown out, unless most are live.
 _MOST_PER_NODE = 3
 _FEWEST = 4096
 
@@ -32,6 +32,7 @@ class Places:
         # Documents end there whose names aren't known any more.
         self._unknown: dict[int, DocumentNode] = {}
         self._entries = 0
+        self._live_at_rebuild = 0
         self.generation = 0
 
     def __len__(self) -> int:
@@ -72,11 +73,15 @@ class Places:
         self.generation += 1
         self._by_document.clear()
         self._unknown.clear()
-        self._entries = 0
+        self._entries = self._live_at_rebuild = 0
 
     def _count(self) -> None:
         self._entries += 1
-        if self._entries > _FEWEST and self._entries > _MOST_PER_NODE * len(self._nodes()):
+        if (
+            self._entries > _FEWEST
+            and self._entries > 2 * self._live_at_rebuild
+            and self._entries > _MOST_PER_NODE * len(self._nodes())
+        ):
             self._rebuild()
 
     def _rebuild(self) -> None:
@@ -89,3 +94,4 @@ class Places:
             if node.names_forgotten:
                 self._unknown[node.id] = node
                 self._entries += 1
+        self._live_at_rebuild = self._entries

@@ -237,6 +237,21 @@ def test_what_goes_is_found_without_looking_through_all(seed, page_size):
                 h.check()
 
 
+def test_an_index_of_which_most_is_live_is_not_made_again_for_each_name(monkeypatch):
+    monkeypatch.setattr(places, "_FEWEST", 16)
+    with harness(device_tokens=2000) as h:
+        index = h.tree.tree_core.places
+        for alias in range(7):
+            for number in range(10):
+                tokens = [*SYSTEM, *document(f"t{number}")]
+                h.serve(tokens, [(f"{number}/{alias}", 20, 60)], output=())
+        assert index._entries > 3 * len(h.nodes())
+        generation = index.generation
+        for number in range(10):
+            h.serve([*SYSTEM, *document(f"t{number}")], [(f"{number}/8", 20, 60)], output=())
+        assert index.generation - generation <= 1
+
+
 def test_the_index_of_documents_does_not_grow_with_what_has_left(monkeypatch):
     monkeypatch.setattr(places, "_FEWEST", 64)
     with harness(device_tokens=300) as h:
