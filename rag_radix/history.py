@@ -263,8 +263,8 @@ class PathHistories:
     the topics of documents.
 
     Bounded: beyond `capacity` the path whose last use is longest ago is forgotten, unless a
-    node still holds its history, and so is the topic of a document. At most 810 bytes a path,
-    where each is of a topic of its own, or 53 MB in all.
+    node still holds its history, and so is the topic of a document. Measured: 810 bytes a
+    path where each is of a topic of its own, 53 MB in all.
 
     Attributes:
         model: Learned from all of them.

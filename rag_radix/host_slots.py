@@ -79,4 +79,4 @@ class HostSlots:
 
     def reset(self) -> None:
         """The pool has all slots again."""
-        self._kept, self.kept_tokens = [], 0
+        self._kept, self.kept_tokens, self._promised_tokens = [], 0, 0

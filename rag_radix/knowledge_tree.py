@@ -47,11 +47,11 @@ _WAITING_CONSIDERED = 128
 class KnowledgeTree(UnifiedRadixCache):
     """A radix cache that knows documents.
 
-    After SGLang has inserted a prompt, its path is cut at the document boundaries that are
-    new, without freeing or copying anything; the documents' nodes are named, and each node
+    What a request has computed is inserted below what it has locked, and its path is cut at
+    document boundaries, without copying anything; the documents' nodes are named, and each node
     of the path is counted once per retrieval. Which node leaves a tier next is up to
-    `KnowledgeComponent`; a document that leaves the device is copied to host on the first
-    time only, a tail only when a later request has used it.
+    `KnowledgeComponent`; a document that leaves the device is copied to host unless it has a copy
+    there, a tail only when a later request has used it.
 
     Boundaries round down to a page: the page that straddles one belongs to the later node.
 

@@ -48,7 +48,7 @@ class Speculation:
 
 
 @dataclass(slots=True)
-class _Ended:
+class _Answered:
     """A speculation that has ended with its answer, without SGLang's request."""
 
     retrieval: Retrieval
@@ -69,7 +69,7 @@ class Speculations:
         self._tree = tree
         self.in_flight: dict[str, Speculation] = {}
         self.counters = SpeculationCounters()
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._answered: OrderedDict[str, _Answered] = OrderedDict()
 
     def retrieval(self, req: Any) -> Retrieval:
         return Retrieval.of(req, self._tree.settings.max_depth)
@@ -129,15 +129,17 @@ class Speculations:
                 self.counters.promoted += 1
                 self._tree.count_running(speculation.req)
             return "running"
-        ended = self._ended.get(rid)
-        if ended is None:
+        answered = self._answered.get(rid)
+        if answered is None:
             return "unknown"
-        if ended.retrieval.speculative:
-            ended.retrieval.speculative = False
+        if answered.retrieval.speculative:
+            answered.retrieval.speculative = False
             self.counters.promoted += 1
-            self.counters.wasted_tokens -= ended.computed_tokens
-            if ended.retrieval.annotation.counts:
-                self._tree.count_ended(ended.retrieval, ended.node_ids, ended.output_tokens)
+            self.counters.wasted_tokens -= answered.computed_tokens
+            if answered.retrieval.annotation.counts:
+                self._tree.count_ended(
+                    answered.retrieval, answered.node_ids, answered.output_tokens
+                )
         return "finished"
 
     def released(self, req: Any) -> None:
@@ -167,13 +169,13 @@ class Speculations:
         if retrieval.speculative:
             self.counters.wasted_tokens += speculation.computed_tokens
         if is_finished_unaborted(req):
-            self._ended[req.rid] = _Ended(
+            self._answered[req.rid] = _Answered(
                 retrieval,
                 self._tree.path_ids(req),
                 len(req.output_ids),
                 speculation.computed_tokens,
             )
-            if len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
+            if len(self._answered) > _REMEMBERED:
+                self._answered.popitem(last=False)
         elif retrieval.speculative and not speculation.ended:
             self.counters.cancelled += 1

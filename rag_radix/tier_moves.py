@@ -85,6 +85,8 @@ class TierMoves(LeafTracking):
         Returns: The device slots that it had; None when it is in use and stays.
         """
         data = node.component_data[_FULL]
+        assert data.host_value is None, f"node {node.id} has a host copy"
+        assert not node.children, f"node {node.id} is no leaf"
         if data.lock_ref > 0 or data.host_lock_ref > 0 or node.load_back_pending_id is not None:
             return None
         slots = self._take_device_slots(node)

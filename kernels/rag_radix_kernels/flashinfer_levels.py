@@ -42,7 +42,7 @@ class FlashInferLevels:
             self._wrappers.append(
                 BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
             )
-        for wrapper, level in zip(self._wrappers, levels, strict=False):
+        for wrapper, level in zip(self._wrappers[: len(levels)], levels, strict=True):
             # A slot is a page of one token, whatever the allocator's pages are.
             last_page_len = torch.ones(len(level.key_starts) - 1, dtype=torch.int32)
             wrapper.plan(

@@ -127,6 +127,15 @@ def test_a_walk_that_fails_leaves_no_slots_behind(monkeypatch):
         assert h.tree.swap_out.host_slots.available_tokens == 40
 
 
+def test_a_flush_takes_promises_back():
+    with harness(device_tokens=100, host_tokens=100) as h:
+        host_slots = h.tree.swap_out.host_slots
+        available = host_slots.available_tokens
+        host_slots.promise(40)
+        h.tree.reset()
+        assert host_slots.available_tokens == available
+
+
 def test_a_pool_that_places_slots_itself_is_asked_for_each_copy(monkeypatch):
     with full_host(c=40, d=40) as h:
         plain = type(pool(h))
