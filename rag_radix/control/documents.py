@@ -34,6 +34,7 @@ _ATTEMPTS = 3
 SORTS = ("frequency", "id", "positions", "priority", "tokens")
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
+_MAX_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,9 @@ def parse_count(query: Mapping[str, str], name: str, default: int, least: int, m
         ControlError: It isn't one between `least` and `most`.
     """
     text = query.get(name, str(default))
-    if not (text.isascii() and text.isdigit()) or not least <= int(text[:12]) <= most:
+    # Python reads no number of very many digits, so it isn't asked to.
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+    if not is_number or not least <= int(text) <= most:
         raise ControlError(f"{name}={text!r:.60} must be a number from {least} to {most}")
     return int(text)
 

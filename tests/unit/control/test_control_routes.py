@@ -257,9 +257,13 @@ def test_pins_are_listed_with_the_time_they_have_left():
         ("/rag/documents?limit=1001", "limit='1001'"),
         ("/rag/documents?offset=-1", "offset='-1'"),
         ("/rag/documents?offset=" + "9" * 5000, "offset='999"),
+        ("/rag/documents?offset=" + "0" * 12 + "9" * 30, "offset='000"),
+        ("/rag/documents?limit=000000000001000000", "limit='000"),
+        ("/rag/documents?limit=000000001001", "limit='000"),
         ("/rag/documents?page=1", "'page' is unknown"),
         ("/rag/tree?depth=65", "depth='65'"),
         ("/rag/tree?nodes=%C2%B2", "nodes='²'"),
+        ("/rag/tree?nodes=0000000000019999999", "nodes='000"),
         ("/rag/tree?limit=1", "'limit' is unknown"),
     ],
 )
