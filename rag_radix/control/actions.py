@@ -17,6 +17,7 @@ TREE_ACTION = "tree"
 INVALIDATE_ACTION = "invalidate"
 PIN_ACTION = "pin"
 UNPIN_ACTION = "unpin"
+UNDO_PIN_ACTION = "undo_pin"
 EXPIRE_ACTION = "expire_pins"
 PINS_ACTION = "pins"
 
@@ -45,11 +46,25 @@ def _invalidate(scheduler: Any, selector: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pin(scheduler: Any, body: dict[str, Any]) -> dict[str, Any]:
-    pin = Pin(Selector(**body["selector"]), body["tier"], body["expires_s"])
+    control, pin = _control(scheduler), _read_pin(body)
+    answer = {"rank": data_parallel_rank(), "earlier": control.pin_of(pin.selector)}
     try:
-        return {"places": _control(scheduler).pin(pin)}
+        return {**answer, "places": control.pin(pin)}
     except ControlError as error:
-        return {"places": 0, "refused": str(error)}
+        return {**answer, "places": 0, "refused": str(error)}
+
+
+def _undo_pin(scheduler: Any, body: dict[str, Any]) -> None:
+    rank = str(data_parallel_rank())
+    if rank in body["earlier"]:
+        earlier = body["earlier"][rank]
+        _control(scheduler).undo_pin(
+            Selector(**body["selector"]), None if earlier is None else _read_pin(earlier)
+        )
+
+
+def _read_pin(body: dict[str, Any]) -> Pin:
+    return Pin(Selector(**body["selector"]), body["tier"], body["expires_s"])
 
 
 def _unpin(scheduler: Any, selector: dict[str, Any]) -> int:
@@ -72,6 +87,7 @@ ACTIONS: dict[str, Callable[[Any, Any], Any]] = {
     INVALIDATE_ACTION: _invalidate,
     PIN_ACTION: _pin,
     UNPIN_ACTION: _unpin,
+    UNDO_PIN_ACTION: _undo_pin,
     EXPIRE_ACTION: _expire,
     PINS_ACTION: _pins,
 }

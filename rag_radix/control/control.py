@@ -53,6 +53,11 @@ class Control:
         return self._pins.pin(pin)
 
     @_same_on_all_ranks
+    def undo_pin(self, selector: Selector, earlier: Pin | None) -> None:
+        """Take a pin back; see `Pins.undo`."""
+        self._pins.undo(selector, earlier)
+
+    @_same_on_all_ranks
     def unpin(self, selector: Selector) -> int:
         """Keep them no longer; see `Pins.unpin`."""
         return self._pins.unpin(selector)
@@ -83,6 +88,10 @@ class Control:
 
     def is_pinned(self, document: DocumentKey) -> bool:
         return self._pins.is_pinned(document)
+
+    def pin_of(self, selector: Selector) -> Pin | None:
+        """The pin that was given for just this selector."""
+        return self._pins.of(selector)
 
     def pins(self) -> list[dict[str, Any]]:
         """All pins, as plain JSON values."""

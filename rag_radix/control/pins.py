@@ -14,7 +14,7 @@ rank gets the calls in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -86,6 +86,8 @@ class PinnedTier:
         self._name = name
         # SGLang's locks, by the node where a pinned document ends: of which node, and its receipt.
         self._held: dict[int, list[tuple[int, Any]]] = {}
+        # By the same node, what it is held for: it forgets the names of some documents.
+        self._held_for: dict[int, set[Selector]] = {}
         self.skipped_places = 0
 
     @property
@@ -118,10 +120,11 @@ class PinnedTier:
     def holds(self, end: DocumentNode) -> bool:
         return end.id in self._held
 
-    def hold(self, *ends: DocumentNode) -> None:
-        """Keep the paths down to `ends`; no-op for those that are kept."""
+    def hold(self, selector: Selector, *ends: DocumentNode) -> None:
+        """Keep the paths down to `ends`, at which documents end that `selector` means."""
         tree, paths = self._tree, []
         for end in ends:
+            self._held_for.setdefault(end.id, set()).add(selector)
             if end.id in self._held:
                 continue
             if self._name == "device":
@@ -137,15 +140,18 @@ class PinnedTier:
     def release(self, node_ids: Sequence[int]) -> None:
         """Keep the paths that end there no longer, where they are kept."""
         for node_id in node_ids:
+            self._held_for.pop(node_id, None)
             for locked, receipt in reversed(self._held.pop(node_id, ())):
                 if self._name == "device":
                     self._tree.dec_lock_ref(locked, receipt)
                 else:
                     self._tree.dec_host_lock_ref(locked, receipt)
 
-    def held(self) -> list[DocumentNode]:
-        """The nodes at which what is kept ends."""
-        return [self._tree.tree_core.node_by_id(node_id) for node_id in self._held]
+    def release_all_but(self, pinned: Collection[Selector]) -> None:
+        """Keep no longer what isn't held for one of `pinned`."""
+        for held_for in self._held_for.values():
+            held_for.intersection_update(pinned)
+        self.release([node_id for node_id, held_for in self._held_for.items() if not held_for])
 
     def give_up(self, node_ids: Container[int]) -> int:
         """Keep no longer what ends at one of these nodes; returns how many places that are."""
@@ -156,6 +162,7 @@ class PinnedTier:
     def forget(self) -> None:
         """The nodes are gone, and their locks with them."""
         self._held.clear()
+        self._held_for.clear()
 
     def _tokens(self, ends: Iterable[int]) -> int:
         core = self._tree.tree_core
@@ -203,9 +210,26 @@ class Pins:
         if not ends:
             return 0
         self._pins[pin.selector] = pin
-        tier.hold(*ends)
+        tier.hold(pin.selector, *ends)
         self._release_unpinned()
         return len(ends)
+
+    def of(self, selector: Selector) -> Pin | None:
+        """The pin that was given for just `selector`."""
+        return self._pins.get(selector)
+
+    def undo(self, selector: Selector, earlier: Pin | None) -> None:
+        """Take back the pin that was given for `selector`, which another scheduler has refused, and
+        put back the `earlier` one, as far as the budget still reaches."""
+        if selector not in self._pins:
+            return  # it was given up meanwhile, so the earlier one isn't wanted either
+        if earlier is None:
+            del self._pins[selector]
+        else:
+            self._pins[selector] = earlier
+            for end in self._ends(selector):
+                self._hold(earlier, end)
+        self._release_unpinned()
 
     def unpin(self, selector: Selector) -> int:
         """Give up the pins that mean documents of this id, or of this id and version.
@@ -235,13 +259,8 @@ class Pins:
     def named(self, end: DocumentNode, document: DocumentKey) -> None:
         """`document` stands at `end`, which a request holds."""
         for pin in self._pins.values():
-            tier = self._tiers[pin.tier]
-            if not pin.selector.matches(document) or tier.holds(end):
-                continue
-            if tier.missing([end]):
-                tier.skipped_places += 1
-            else:
-                tier.hold(end)
+            if pin.selector.matches(document):
+                self._hold(pin, end)
 
     def is_pinned(self, document: DocumentKey) -> bool:
         return any(selector.matches(document) for selector in self._pins)
@@ -281,7 +300,19 @@ class Pins:
         }
 
     def _ends(self, selector: Selector) -> list[DocumentNode]:
-        return [node for node in self._tree.control.places(selector) if _names(node, [selector])]
+        return [
+            node
+            for node in self._tree.control.places(selector)
+            if any(selector.matches(occurrence.document) for occurrence in node.occurrences)
+        ]
+
+    def _hold(self, pin: Pin, end: DocumentNode) -> None:
+        """Keep the path down to `end` for `pin`, if the budget reaches."""
+        tier = self._tiers[pin.tier]
+        if not tier.holds(end) and tier.missing([end]):
+            tier.skipped_places += 1
+        else:
+            tier.hold(pin.selector, end)
 
     def _give_up(self, selectors: Sequence[Selector]) -> None:
         for selector in selectors:
@@ -290,11 +321,4 @@ class Pins:
 
     def _release_unpinned(self) -> None:
         for name, tier in self._tiers.items():
-            pinned = [pin.selector for pin in self._pins.values() if pin.tier == name]
-            tier.release([node.id for node in tier.held() if not _names(node, pinned)])
-
-
-def _names(node: DocumentNode, selectors: Iterable[Selector]) -> bool:
-    """Whether one of `selectors` means a document that ends at `node`."""
-    documents = [occurrence.document for occurrence in node.occurrences]
-    return any(selector.matches(document) for selector in selectors for document in documents)
+            tier.release_all_but([pin.selector for pin in self._pins.values() if pin.tier == name])

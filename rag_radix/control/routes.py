@@ -49,6 +49,7 @@ from rag_radix.control.actions import (
     PIN_ACTION,
     PINS_ACTION,
     TREE_ACTION,
+    UNDO_PIN_ACTION,
     UNPIN_ACTION,
 )
 from rag_radix.control.documents import parse_page, survey
@@ -133,12 +134,17 @@ def add_control_routes(app: FastAPI, call: Call, generate: Generate) -> None:
         selector, tier, ttl_s = parse_selector(body), parse_tier(body), parse_ttl(body)
         expires_s = None if ttl_s is None else time.monotonic() + ttl_s
         order = {"selector": selector.as_json(), "tier": tier, "expires_s": expires_s}
-        ranks = await call(PIN_ACTION, order)
-        refusals = list(dict.fromkeys(rank["refused"] for rank in ranks if "refused" in rank))
-        if refusals and any(rank["places"] for rank in ranks):
-            await call(UNPIN_ACTION, selector.as_json())
+        answers = await call(PIN_ACTION, order)
+        refusals = list(dict.fromkeys(each["refused"] for each in answers if "refused" in each))
+        earlier = {
+            str(each["rank"]): _lasting(each["earlier"]) for each in answers if each["places"]
+        }
+        if refusals and earlier:
+            undo = {"selector": selector.as_json(), "earlier": earlier}
+            await call(UNDO_PIN_ACTION, undo)
         if refusals:
             raise RefusedError("; ".join(refusals))
+        ranks = [{"places": each["places"]} for each in answers]
         if not any(rank["places"] for rank in ranks):
             raise UnknownDocumentError(f"{selector.description} isn't cached")
         if expires_s is not None:
@@ -256,6 +262,13 @@ def log_action(action: str, request: Request, **fields: Any) -> None:
     client = request.client.host if request.client else None
     # In ASCII, since an id is whatever a client made of it.
     logger.info("Control: %s", json.dumps({"action": action, "client": client, **fields}))
+
+
+def _lasting(pin: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`pin`, unless it has ended by now: the call that ends it has been made."""
+    if pin is not None and pin["expires_s"] is not None and pin["expires_s"] <= time.monotonic():
+        return None
+    return pin
 
 
 def _brief(removed: dict[str, Any]) -> dict[str, Any]:

@@ -130,25 +130,43 @@ def test_an_action_is_logged_on_one_line_in_which_ids_are_escaped(caplog):
     ],
 )
 def test_a_malformed_pin_says_what_is_wrong_and_does_nothing(body, problem):
-    server = client({"places": 1})
+    server = client(pinned(1))
     reply = server.post("/rag/pin", content=body)
     assert reply.status_code == 400
     assert problem in reply.json()["error"]["message"]
     assert server.calls == []
 
 
+def pinned(places: int, rank: int = 0, **fields: Any) -> dict[str, Any]:
+    return {"places": places, "rank": rank, "earlier": None, **fields}
+
+
 def test_a_pin_that_one_rank_refuses_is_taken_back_on_the_others():
-    server = client({"places": 2}, {"places": 0, "refused": "no room"})
+    lasting = {"selector": {"id": "a"}, "tier": "host", "expires_s": None}
+    over = {**lasting, "expires_s": time.monotonic()}
+    server = client(
+        pinned(0, 3, refused="no room", earlier=lasting),
+        pinned(2, 0, earlier=lasting),
+        pinned(2, 2, earlier=over),
+        pinned(0, 1),
+    )
     reply = server.post("/rag/pin", json={"id": "a"})
     assert (reply.status_code, reply.json()["error"]["message"]) == (409, "no room")
-    assert [action for action, _ in server.calls] == ["pin", "unpin"]
-    alone = client({"places": 0, "refused": "no room"})
+    assert [action for action, _ in server.calls] == ["pin", "undo_pin"]
+    assert server.calls[1][1] == {"selector": {"id": "a"}, "earlier": {"0": lasting, "2": None}}
+    alone = client(pinned(0, refused="no room"))
     assert alone.post("/rag/pin", json={"id": "a"}).status_code == 409
     assert [action for action, _ in alone.calls] == ["pin"]
 
 
+def test_a_pin_answers_with_its_places():
+    assert client(pinned(2)).post("/rag/pin", json={"id": "a"}).json() == {"places": 2}
+    both = client(pinned(2, 0), pinned(0, 1)).post("/rag/pin", json={"id": "a"})
+    assert both.json() == {"ranks": [{"places": 2}, {"places": 0}]}
+
+
 def test_what_isnt_cached_or_pinned_is_not_found():
-    reply = client({"places": 0}).post("/rag/pin", json={"id": "a"})
+    reply = client(pinned(0)).post("/rag/pin", json={"id": "a"})
     assert (reply.status_code, reply.json()["error"]["message"]) == (
         404,
         "the document 'a' isn't cached",
@@ -162,7 +180,7 @@ def test_what_isnt_cached_or_pinned_is_not_found():
 
 
 def test_the_schedulers_are_told_when_a_pin_ends():
-    with client({"places": 1}) as server:
+    with client(pinned(1)) as server:
         server.post("/rag/pin", json={"id": "a", "ttl_s": 0.05})
         (_, order), *_ = server.calls
         while len(server.calls) == 1:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import orjson
 import pytest
+from sglang.srt.runtime_context import get_parallel
 from tree_harness import harness
 from unit.tree.prompts import SYSTEM, prompt
 
+from rag_radix.control.actions import ACTIONS
 from rag_radix.control.pins import Pin
 from rag_radix.control.selector import Selector
 from rag_radix.errors import ControlError
@@ -180,6 +185,91 @@ def test_two_pins_of_the_same_place_are_given_up_one_after_the_other():
         assert pinned(h, "device")["places"] == 1
         assert unpin(h, "a") == 1
         assert pinned(h, "device")["places"] == 0
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_pin_that_is_taken_back_leaves_those_that_were_there(tier):
+    with harness(device_tokens=1600, host_tokens=1600) as h:
+        h.serve(*prompt("a"), version="1")
+        pin(h, "a", "host", version="1")
+        pin(h, "a", tier)
+        h.tree.control.undo_pin(Selector(id="a"), None)
+        h.check()
+        (left,) = h.tree.control.pins()
+        assert (left["version"], left["tier"]) == ("1", "host")
+        assert pinned(h, "host")["places"] == 1
+        assert pinned(h, "device")["places"] == 0
+
+
+def test_a_pin_that_is_taken_back_gives_its_place_to_the_one_before():
+    with harness(device_tokens=1600, host_tokens=1600) as h:
+        h.serve(*prompt("a"))
+        pin(h, "a", expires_s=10.0)
+        earlier = h.tree.control.pin_of(Selector(id="a"))
+        pin(h, "a", "host")
+        h.tree.control.undo_pin(Selector(id="a"), earlier)
+        h.check()
+        (left,) = h.tree.control.pins()
+        assert (left["tier"], left["expires_s"]) == ("device", 10.0)
+        assert [pinned(h, tier)["places"] for tier in ("device", "host")] == [1, 0]
+        unpin(h, "a")
+        h.tree.control.undo_pin(Selector(id="a"), earlier)  # it was given up meanwhile
+        assert h.tree.control.pins() == []
+
+
+def test_what_was_pinned_before_comes_back_as_far_as_the_budget_reaches():
+    config = {"pin_device_share": 0.25}
+    with harness(device_tokens=320, host_tokens=1600, policy_config=config) as h:
+        h.serve(*prompt("a"))
+        h.serve(*prompt("b"))
+        pin(h, "a")
+        earlier = h.tree.control.pin_of(Selector(id="a"))
+        pin(h, "a", "host")
+        pin(h, "b")  # takes the budget meanwhile
+        h.tree.control.undo_pin(Selector(id="a"), earlier)
+        h.check()
+        state = pinned(h, "device")
+        assert (state["places"], state["skipped_places"]) == (1, 1)
+        assert pinned(h, "host")["places"] == 0
+
+
+def test_a_schedulers_pin_says_what_it_takes_the_place_of_and_can_be_undone():
+    with harness(device_tokens=1600, host_tokens=1600) as h:
+        h.serve(*prompt("a"))
+        scheduler = SimpleNamespace(tree_cache=h.tree)
+
+        def act(action, body):  # as it comes there and back
+            with get_parallel().override(attn_dp_rank=0, dp_rank=0):
+                return orjson.loads(orjson.dumps(ACTIONS[action](scheduler, body)))
+
+        order = {"selector": {"id": "a"}, "tier": "device", "expires_s": 5.0}
+        first = act("pin", order)
+        assert first == {"places": 1, "rank": 0, "earlier": None}
+        second = act("pin", {**order, "tier": "host"})
+        undo = {"selector": {"id": "a"}, "earlier": {"1": None}}
+        act("undo_pin", undo)  # of another scheduler's
+        assert h.tree.control.pins()[0]["tier"] == "host"
+        act("undo_pin", {**undo, "earlier": {"0": second["earlier"]}})
+        assert h.tree.control.pins() == [{"id": "a", "tier": "device", "expires_s": 5.0}]
+        act("undo_pin", {**undo, "earlier": {"0": None}})
+        assert h.tree.control.pins() == []
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_pinned_place_stays_although_its_node_has_forgotten_the_name(tier):
+    with harness(device_tokens=1600, host_tokens=1600) as h:
+        tokens, ((_, start, end),) = prompt("a")
+        h.serve(tokens, [("a", start, end)])
+        h.serve(*prompt("b"))
+        pin(h, "a", tier)
+        for number in range(8):  # the same text under other ids
+            h.serve(tokens, [(f"other {number}", start, end)])
+        assert "a" not in h.ends()
+        pin(h, "b", tier)
+        unpin(h, "b")
+        assert pinned(h, tier)["places"] == 1
+        assert unpin(h, "a") == 1
+        assert pinned(h, tier)["places"] == 0
 
 
 def test_a_pinned_path_may_be_cut():
