@@ -37,7 +37,7 @@ _LONGEST_WAIT_S = 5.0
 Prompt = str | list[int]
 Generate = Callable[[dict[str, Any]], Awaitable[int]]
 """Takes a body of `/generate`, returns the tokens of its prompt. Raises `Busy` when requests are in
-its way, and ValueError when it is wrong."""
+its way or it was aborted, and ValueError when it is wrong."""
 
 
 class Busy(Exception):
@@ -83,8 +83,8 @@ class Progress:
         warmed: How many are computed.
         failed: How many the server couldn't take, such as those beyond its context.
         tokens: Tokens of the prompts sent, cached ones included.
-        refusals: Times that requests were in the way.
-        problem: The last failure.
+        refusals: Times that requests were in the way, or everything was aborted.
+        problem: The last failure, or what has stopped it.
     """
 
     state: str = "idle"
@@ -213,8 +213,14 @@ class Warming:
             self.progress.state = "stopped"
 
     async def _run(self, order: WarmOrder, progress: Progress) -> None:
-        for document in order.documents:
-            await self._warm(order, document, progress)
+        try:
+            for document in order.documents:
+                await self._warm(order, document, progress)
+        except Exception as error:
+            progress.state = "stopped"
+            progress.problem = f"{type(error).__name__}: {error}"
+            logger.exception("Control: warming has stopped")
+            return
         progress.state = "done"
         logger.info("Control: warmed %d of %d documents", progress.warmed, progress.documents)
 
@@ -257,9 +263,27 @@ def at_start(server_args: Any) -> None:
     threading.Thread(target=_send, args=(client, value), daemon=True).start()
 
 
+def _own_tls(server_args: Any) -> ssl.SSLContext | None:
+    """What SGLang asks of the server's certificate where it calls itself."""
+    from sglang.srt.arg_groups.serving_hook import ssl_verify_of
+
+    asked = ssl_verify_of(server_args)
+    if asked is True:
+        return None
+    if asked is not False:
+        return ssl.create_default_context(cafile=asked)
+    nothing = ssl.create_default_context()
+    nothing.check_hostname, nothing.verify_mode = False, ssl.CERT_NONE
+    return nothing
+
+
 def _send(client: Client, order: dict[str, Any]) -> None:
-    while not client.is_up():
-        time.sleep(1.0)
+    tell_at_s = time.monotonic() + _TELL_EVERY_S
+    while (problem := client.why_down()) is not None:
+        if time.monotonic() >= tell_at_s:
+            tell_at_s += _TELL_EVERY_S
+            logger.warning("Control: warming waits for %s to answer: %s", client.url, problem)
+        time.sleep(_ASK_EVERY_S)
     try:
         client.post("/rag/warm", order)
     except ControlError as error:
@@ -273,14 +297,17 @@ def generator(manager: Callable[[], Any]) -> Generate:
         from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        tokens = 0
+        answer: dict[str, Any] = {}
         try:
             async for reply in manager().generate_request(GenerateReqInput(**body)):
-                tokens = reply["meta_info"]["prompt_tokens"]
+                answer = reply["meta_info"]
         except HTTPException as error:
             if error.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
                 raise Busy from None
             raise ValueError(str(error.detail)) from None
-        return tokens
+        # Somebody has aborted all requests: whether this one was computed isn't known.
+        if answer["finish_reason"]["type"] == "abort":
+            raise Busy
+        return int(answer["prompt_tokens"])
 
     return generate

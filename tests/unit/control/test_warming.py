@@ -41,6 +41,55 @@ def test_a_document_that_is_refused_is_tried_again(monkeypatch):
     assert waits == [0.1, 0.2, 1.0, 0.1, 0.5]
 
 
+def answered(*answers):
+    """A tokenizer manager that answers one request after the other so."""
+    left = iter(answers)
+
+    async def generate_request(_request):
+        yield {"meta_info": next(left)}
+
+    return SimpleNamespace(generate_request=generate_request)
+
+
+def test_what_was_aborted_is_tried_again(monkeypatch):
+    async def sleep(seconds):
+        pass
+
+    monkeypatch.setattr(warming.asyncio, "sleep", sleep)
+    aborted = {"type": "abort", "message": "Abort"}
+    manager = answered(
+        {"finish_reason": aborted, "completion_tokens": 0},  # while it waited
+        {"finish_reason": aborted, "prompt_tokens": 3},  # while it ran
+        {"finish_reason": {"type": "length"}, "prompt_tokens": 3},
+    )
+
+    async def run():
+        job = Warming(warming.generator(lambda: manager))
+        job.start(WarmOrder([7], (WarmDocument("a", "", [1, 2]),)))
+        await job._task
+        return job.progress
+
+    assert asyncio.run(run()) == Progress("done", 1, warmed=1, tokens=3, refusals=2)
+
+
+def test_a_failure_that_nobody_expects_stops_and_is_told(caplog):
+    async def generate(body):
+        raise RuntimeError("no such thing")
+
+    async def run():
+        job = Warming(generate)
+        order = WarmOrder([7], (WarmDocument("a", "", [1, 2]),))
+        job.start(order)
+        await job._task
+        job.start(order)  # another one may begin
+        await job._task
+        return job.progress
+
+    assert asyncio.run(run()) == Progress("stopped", 1, problem="RuntimeError: no such thing")
+    assert "warming has stopped" in caplog.text
+    assert "Traceback" in caplog.text
+
+
 def test_tokens_are_sent_as_tokens():
     document = WarmDocument("a", "1", [4, 5])
     body = request_body(WarmOrder([1, 2, 3], (document,)), document)
