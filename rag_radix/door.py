@@ -162,7 +162,8 @@ def _install_http(call: Call, server_args: Any) -> None:
     _register("chat_encode", _around_chat_encode, "around")
     HookRegistry.apply_hooks()
     add_routes(sys.modules[_HTTP].app, _http_manager, call)
-    warming.at_start(server_args)
+    if server_args.tokenizer_worker_num == 1:  # else `_before_workers` sees to it, once for all
+        warming.at_start(server_args)
 
 
 def _http_manager() -> Any:
@@ -189,6 +190,8 @@ def _before_workers(_router: Any, server_args: Any, *_args: Any, **_kwargs: Any)
         )
     os.environ[WORKER_APP_VARIABLE] = WORKER_APP
     verify()
+    if _HTTP in sys.modules:
+        warming.at_start(server_args)
 
 
 def _before_generate(manager: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:

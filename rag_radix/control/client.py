@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -23,10 +24,13 @@ class Client:
     Attributes:
         url: Such as http://localhost:30000.
         api_key: Its admin key, or its API key where it has no admin key.
+        tls: What is asked of its certificate; None is what Python asks, which takes the
+            authorities of the system or those that `SSL_CERT_FILE` names.
     """
 
     url: str
     api_key: str | None = None
+    tls: ssl.SSLContext | None = None
 
     def get(self, path: str, **query: Any) -> Any:
         """The answer to a GET.
@@ -40,13 +44,13 @@ class Client:
         """The answer to a POST; raises likewise."""
         return self._call(path, orjson.dumps(body))
 
-    def is_up(self) -> bool:
-        """Whether the server answers requests."""
+    def why_down(self) -> str | None:
+        """Why the server doesn't answer requests; None if it does."""
         try:
-            urllib.request.urlopen(self.url.rstrip("/") + "/health", timeout=_TIMEOUT_S).close()
-        except OSError:
-            return False
-        return True
+            self._open(urllib.request.Request(self.url.rstrip("/") + "/health")).close()
+        except (OSError, HTTPException) as error:
+            return str(error)
+        return None
 
     def delete(self, path: str) -> Any:
         """The answer to a DELETE; raises likewise."""
@@ -60,7 +64,7 @@ class Client:
             request = urllib.request.Request(
                 self.url.rstrip("/") + path, data, headers, method=method
             )
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+            with self._open(request) as reply:
                 return orjson.loads(reply.read())
         except urllib.error.HTTPError as error:
             raise ControlError(_reason(error, self.api_key)) from None
@@ -71,6 +75,9 @@ class Client:
             ) from None
         except (OSError, HTTPException, ValueError) as error:
             raise ControlError(f"{self.url} doesn't answer as a server does: {error}") from None
+
+    def _open(self, request: urllib.request.Request) -> Any:
+        return urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=self.tls)
 
 
 def _reason(error: urllib.error.HTTPError, api_key: str | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -33,6 +33,9 @@ DEFAULT_TOKENS_PER_S = 10_000.0
 # After a refusal, doubled up to the longest.
 _SHORTEST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
+# Whether the server is up, and that it isn't yet: a large model takes minutes to load.
+_ASK_EVERY_S = 1.0
+_TELL_EVERY_S = 300.0
 
 Prompt = str | list[int]
 Generate = Callable[[dict[str, Any]], Awaitable[int]]
@@ -245,21 +248,23 @@ class Warming:
 
 
 def at_start(server_args: Any) -> None:
-    """Carry out the order that the setting `warm` names, once the server is up.
+    """Carry out the order that the setting `warm` names, once the server is up; to be called in the
+    one process of a server that starts the others.
 
     Raises:
         ControlError: There is none in the file.
     """
     path = (server_args.radix_eviction_policy_config or {}).get("warm")
-    if path is None or multiprocessing.parent_process() is not None:
-        return  # an HTTP worker leaves it to the main process
+    if path is None:
+        return
     try:
         body = Path(path).read_bytes()
     except OSError as error:
         raise ControlError(f"warm={path!r}: {error}") from None
     value = parse_object(body, FIELDS)
     parse_order(value)
-    client = Client(server_args.url(), server_args.admin_api_key or server_args.api_key)
+    key = server_args.admin_api_key or server_args.api_key
+    client = Client(server_args.url(), key, _own_tls(server_args))
     threading.Thread(target=_send, args=(client, value), daemon=True).start()
 
 

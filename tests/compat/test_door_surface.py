@@ -6,13 +6,15 @@ import dataclasses
 import inspect
 import os
 import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fresh import Fresh
 
 from rag_radix import door
-from rag_radix.errors import UnsupportedError
+from rag_radix.errors import ControlError, UnsupportedError
 from rag_radix.sglang_compat import abort_dispatched
 
 PARAMETERS = {
@@ -46,7 +48,7 @@ def test_server_arguments_have_the_fields_that_the_gates_read() -> None:
     from sglang.srt.server_args import ServerArgs
 
     names = inspect.signature(ServerArgs).parameters.keys()
-    assert {"radix_cache_backend", "smg_grpc_mode", "grpc_mode"} <= names
+    assert {"radix_cache_backend", "smg_grpc_mode", "grpc_mode", "tokenizer_worker_num"} <= names
 
 
 def test_extra_http_workers_import_the_app_that_the_variable_names() -> None:
@@ -123,7 +125,9 @@ def paths():
 def ready(backend):
     manager = SimpleNamespace(
         server_args=SimpleNamespace(
-            radix_cache_backend=backend, radix_eviction_policy_config=None
+            radix_cache_backend=backend,
+            radix_eviction_policy_config=None,
+            tokenizer_worker_num=1,
         )
     )
     manager._result_dispatcher = TypeBasedDispatcher([])
@@ -199,8 +203,9 @@ def no_app(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(door.WORKER_APP_VARIABLE)
 
 
-def start_workers(backend: str | None) -> None:
-    door._before_workers(None, SimpleNamespace(radix_cache_backend=backend), None)
+def start_workers(backend: str | None, **config: Any) -> None:
+    args = SimpleNamespace(radix_cache_backend=backend, radix_eviction_policy_config=config)
+    door._before_workers(None, args, None)
 
 
 @pytest.mark.usefixtures("no_app")
@@ -210,6 +215,27 @@ def test_extra_http_workers_are_given_the_app_that_loads_plugins() -> None:
     for _ in range(2):
         start_workers("knowledge-tree")
         assert os.environ[door.WORKER_APP_VARIABLE] == "rag_radix.http_app:app"
+
+
+@pytest.mark.usefixtures("no_app")
+def test_the_process_that_starts_the_workers_has_documents_warmed(tmp_path: Path) -> None:
+    import sglang.srt.entrypoints.http_server  # noqa: F401
+
+    path = tmp_path / "warm.json"
+    path.write_text("{}")
+    with pytest.raises(ControlError, match='"documents" must be an array'):
+        start_workers("knowledge-tree", warm=str(path))
+
+
+def test_a_server_calls_itself_as_its_certificate_wants_it() -> None:
+    from sglang.srt.arg_groups.serving_hook import ssl_verify_of
+
+    def asked(certificate: str | None, authorities: str | None) -> Any:
+        return ssl_verify_of(SimpleNamespace(ssl_certfile=certificate, ssl_ca_certs=authorities))
+
+    assert asked(None, None) is True
+    assert asked("server.pem", None) is False
+    assert asked("server.pem", "ca.pem") == "ca.pem"
 
 
 def test_an_app_of_the_users_own_is_refused_for_the_workers(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from e2e.cpu_server import Server, running_server
 from e2e.exactness import MODEL
+from e2e.waiting import until
 from transformers import AutoTokenizer
 
 from rag_radix.document import DocumentSpan
@@ -282,10 +283,18 @@ def test_without_the_knowledge_tree_nothing_is_read_or_refused(tokenizer: Any) -
 
 
 @pytest.mark.slow
-def test_extra_http_workers_place_documents_too(tokenizer: Any) -> None:
+def test_extra_http_workers_place_documents_too_and_one_of_them_warms(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     expected = pieces_of(tokenizer, PROMPT, [CAT, DOG])
+    order = tmp_path / "warm.json"
+    order.write_text(json.dumps({"documents": [{"id": "cat", "text": CAT}]}))
     flags = [*FLAGS, "--radix-cache-backend", "knowledge-tree", "--tokenizer-worker-num", "2"]
+    flags += ["--radix-eviction-policy-config", json.dumps({"warm": str(order)})]
     with running_server(MODEL, *flags) as workers:
+        until(lambda: workers.get("/rag/warm")["warmed"] == 1)
+        (warmed,) = workers.get("/rag/documents")["documents"]
+        assert warmed["id"] == "cat"
         for _ in range(6):
             reply = workers.generate(
                 text=PROMPT, sampling_params=sampling(CHARS), return_prompt_token_ids=True

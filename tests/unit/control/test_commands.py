@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from unit.frontend.test_connections import self_signed
 
 from rag_radix.cli import main
 from rag_radix.control import warming
@@ -48,6 +52,13 @@ class Canned:
 
 @pytest.fixture
 def server() -> Iterator[Canned]:
+    with answering() as canned:
+        yield canned
+
+
+@contextmanager
+def answering(certificate: tuple[Path, Path] | None = None) -> Iterator[Canned]:
+    """A server, over TLS where it has a certificate and its key."""
     canned = Canned()
 
     class Handler(BaseHTTPRequestHandler):
@@ -67,6 +78,11 @@ def server() -> Iterator[Canned]:
 
     http = HTTPServer(("127.0.0.1", 0), Handler)
     canned.url = f"http://127.0.0.1:{http.server_port}"
+    if certificate is not None:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(*certificate)
+        http.socket = tls.wrap_socket(http.socket, server_side=True)
+        canned.url = f"https://localhost:{http.server_port}"
     thread = threading.Thread(target=http.serve_forever)
     thread.start()
     yield canned
@@ -219,17 +235,60 @@ def test_an_order_at_start_is_sent_once_the_server_is_up(server, tmp_path):
     path.write_text(json.dumps(order))
     server.answers["/health"] = 200, {}
     server.answers["/rag/warm"] = 200, PROGRESS
-    warming.at_start(
-        SimpleNamespace(
-            radix_eviction_policy_config={"warm": str(path)},
-            url=lambda: server.url,
-            admin_api_key="admin",
-            api_key="user",
-        )
-    )
+    warming.at_start(server_args(server, path))
     while len(server.calls) < 2:
         time.sleep(0.01)
     assert server.calls == [("/health", None, None), ("/rag/warm", order, "Bearer admin")]
+
+
+def server_args(server: Canned, warm: Path, **options: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        radix_eviction_policy_config={"warm": str(warm)},
+        url=lambda: server.url,
+        **{"admin_api_key": "admin", "api_key": "user"},
+        **{"ssl_certfile": None, "ssl_ca_certs": None, **options},
+    )
+
+
+def test_that_an_order_at_start_still_waits_is_logged(server, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(warming, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(warming, "_ASK_EVERY_S", 0.01)
+    path = tmp_path / "warm.json"
+    path.write_text(json.dumps({"documents": [{"id": "a", "text": "one"}]}))
+    server.answers = {"/health": (503, {}), "/rag/warm": (200, PROGRESS)}
+    warming.at_start(server_args(server, path))
+    while "warming waits for" not in caplog.text:
+        time.sleep(0.01)
+    assert f"{server.url} to answer: HTTP Error 503" in caplog.text
+    server.answers["/health"] = 200, {}
+    while server.calls[-1][0] != "/rag/warm":
+        time.sleep(0.01)
+
+
+def test_a_server_warms_itself_over_tls_as_sglang_calls_itself(tmp_path):
+    certificate, key = self_signed(tmp_path)
+    path = tmp_path / "warm.json"
+    path.write_text(json.dumps({"documents": [{"id": "a", "text": "one"}]}))
+    for authorities in (None, str(certificate)):
+        with answering((certificate, key)) as server:
+            server.answers = {"/health": (200, {}), "/rag/warm": (200, PROGRESS)}
+            options = {"ssl_certfile": str(certificate), "ssl_ca_certs": authorities}
+            warming.at_start(server_args(server, path, **options))
+            while len(server.calls) < 2:
+                time.sleep(0.01)
+            assert server.calls[-1][0] == "/rag/warm"
+
+
+def test_a_certificate_is_checked_against_the_authorities_of_the_environment(
+    tmp_path, monkeypatch, capsys
+):
+    certificate, key = self_signed(tmp_path)
+    with answering((certificate, key)) as server:
+        server.answers["/rag/pins"] = 200, {"pins": [], "tiers": {}}
+        assert main(["pins", "--url", server.url]) == 2
+        assert "CERTIFICATE_VERIFY_FAILED" in capsys.readouterr().err
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert main(["pins", "--url", server.url]) == 0
 
 
 def test_a_refusal_is_told_with_its_reason(server, capsys):
