@@ -18,6 +18,7 @@ from rag_radix.errors import ControlError, RagRadixError
 from rag_radix.statistics import namespace_name
 
 DEFAULT_URL = "http://localhost:30000"
+_MOST_SECONDS = 10**9
 
 _Command = Callable[[Client, argparse.Namespace], Any]
 _Show = Callable[[Any], str]
@@ -57,13 +58,13 @@ def add_control_commands(commands: Any) -> None:
         parser.add_argument("--version", help="only this revision of it")
         _add_namespace(parser)
     pin.add_argument("--tier", choices=("device", "host"), default="device", help="by %(default)s")
-    pin.add_argument("--ttl", type=float, metavar="S", help="for so many seconds (for good)")
+    pin.add_argument("--ttl", type=_seconds, metavar="S", help="for so many seconds (for good)")
     _add(commands, "pins", "list what is pinned", _pins, show_pins)
     add_warm_options(
         _add(commands, "warm", "compute documents before they are asked for", warm, _progress)
     )
     top = _command(commands, "top", "watch a server: its tiers, rates and documents", watch)
-    top.add_argument("--interval", type=_positive, default=2.0, metavar="S", help="by %(default)s")
+    top.add_argument("--interval", type=_seconds, default=2.0, metavar="S", help="by %(default)s")
     top.add_argument("--times", type=int, default=0, metavar="N", help="look so often (for good)")
 
 
@@ -127,10 +128,12 @@ def _command(
     return parser
 
 
-def _positive(text: str) -> float:
+def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 < seconds < 86_400:
-        raise argparse.ArgumentTypeError(f"{text} isn't a number of seconds above 0")
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text} isn't a number of seconds above 0 and up to {_MOST_SECONDS:,}"
+        )
     return seconds
 
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=_count,
         default=0,
         metavar="S",
         help="of the workload (default: %(default)s)",
@@ -239,6 +240,35 @@ def reporting(
         return 0
 
     return run
+
+
+def check_sizes(device: Iterable[int], host: Iterable[int], page_size: int) -> None:
+    """Refuse tiers that hold no page.
+
+    Raises:
+        ConfigError: It names the option.
+    """
+    for tokens in device:
+        if tokens < page_size:
+            raise ConfigError(f"--gpu-tokens {tokens}: give at least a page, {page_size} tokens")
+    for tokens in host:
+        if 0 < tokens < page_size:
+            raise ConfigError(
+                f"--host-gib gives {tokens} tokens: give at least a page, {page_size} tokens, or 0"
+            )
+
+
+def size(text: str) -> float:
+    """What an option says that may be a fraction: a finite number from 0 on."""
+    value = float(text)
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError("must be a number from 0 on")
+    return value
+
+
+def seed_list(text: str) -> list[int]:
+    """What an option says that lists several seeds."""
+    return [_count(each) for each in text.split(",")]
 
 
 def _positive(text: str) -> int:

@@ -17,11 +17,13 @@ from rag_radix.policies import DEFAULT_POLICY
 from rag_radix.replay.options import (
     add_server_options,
     add_trace_options,
+    check_sizes,
     check_variants,
     cost_of,
     parse_variants,
     read_requests,
     reporting,
+    size,
     warm_up_of,
 )
 from rag_radix.replay.runs import PolicyVariant, ReplayServer, replay
@@ -114,7 +116,8 @@ def default_sizes(requests: Sequence[TraceRequest], page_size: int) -> tuple[lis
     """Sizes of both tiers in tokens that are worth a look.
 
     GPU: from twice the longest request in steps of four. Host: none, and from a 64th of what
-    all of the trace's documents take at their places up to all of it, in steps of four.
+    all of the trace's documents take at their places up to all of it, in steps of four; those
+    once that come to the same.
     """
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
     footprint = footprint_tokens(requests)
@@ -122,7 +125,7 @@ def default_sizes(requests: Sequence[TraceRequest], page_size: int) -> tuple[lis
     host = [footprint // 4**step for step in reversed(range(_HOST_SIZES))]
     return (
         [_rounded(tokens, page_size) for tokens in device],
-        [0, *(_rounded(tokens, page_size) for tokens in host)],
+        sorted({0, *(_rounded(tokens, page_size) for tokens in host if tokens)}),
     )
 
 
@@ -182,6 +185,7 @@ def _run(options: argparse.Namespace) -> None:
             _host_tokens(gib, options.kv_bytes_per_token)
             for gib in _numbers(options.host_gib, "--host-gib")
         ]
+    check_sizes(device_sizes, host_sizes, options.page_size)
     total = len(requests) * len(device_sizes) * len(host_sizes)
     with tqdm(total=total, unit=" requests", disable=None) as bar:
         cells = plan(
@@ -218,12 +222,11 @@ def _run(options: argparse.Namespace) -> None:
 
 def _numbers(text: str, option: str) -> list[float]:
     try:
-        numbers = sorted({float(number) for number in text.split(",")})
+        return sorted({size(number) for number in text.split(",")})
     except ValueError:
         raise ConfigError(f"{option} {text!r}: give numbers separated by commas") from None
-    if numbers[0] < 0:
-        raise ConfigError(f"{option} {text!r}: sizes can't be negative")
-    return numbers
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{option} {text!r}: each {error}") from None
 
 
 def _gib(tokens: int, server: ReplayServer) -> float:

@@ -16,11 +16,14 @@ from rag_radix.replay.bound import Bound, clairvoyant_bound
 from rag_radix.replay.options import (
     add_server_options,
     add_trace_options,
+    check_sizes,
     check_variants,
     cost_of,
     parse_variants,
     read_requests,
     reporting,
+    seed_list,
+    size,
     warm_up_of,
 )
 from rag_radix.replay.runs import PolicyVariant, ReplayServer, ReplayTotals, replay
@@ -135,9 +138,11 @@ def add_simulate_command(subparsers: Any) -> None:
         "simulate", help="replay a trace under several policies, without a model"
     )
     add_trace_options(parser)
-    parser.add_argument("--seeds", metavar="S,...", help="several seeds: mean and spread")
+    parser.add_argument(
+        "--seeds", type=seed_list, metavar="S,...", help="several seeds: mean and spread"
+    )
     parser.add_argument("--gpu-tokens", type=int, required=True, metavar="N")
-    parser.add_argument("--host-gib", type=float, default=0.0, metavar="X", help="(default: none)")
+    parser.add_argument("--host-gib", type=size, default=0.0, metavar="X", help="(default: none)")
     parser.add_argument(
         "--policy",
         default="pgdsf",
@@ -176,11 +181,11 @@ def _run(options: argparse.Namespace) -> None:
         queue=options.queue,
         reorder_window=options.reorder_window if options.reorder else 0,
     )
-    seeds = [options.seed]
+    check_sizes([server.device_tokens], [server.host_tokens], server.page_size)
     if options.seeds and not options.workload:
-        raise ConfigError(f"--seeds {options.seeds}: a --trace has no seed")
-    if options.seeds:
-        seeds = [int(seed) for seed in options.seeds.split(",")]
+        given = ",".join(map(str, options.seeds))
+        raise ConfigError(f"--seeds {given}: a --trace has no seed")
+    seeds = options.seeds or [options.seed]
     runs = []
     for seed in seeds:
         requests = read_requests(options, seed)

@@ -377,9 +377,11 @@ def test_top_shows_tiers_rates_and_the_documents_at_both_ends(server, capsys):
     assert ["order=desc" in path for path in orders] == [True, False] * 2
 
 
-def test_an_interval_is_a_time(capsys):
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e300"])
+@pytest.mark.parametrize("command", [["top", "--interval"], ["pin", "a", "--ttl"]])
+def test_a_time_is_a_number_of_seconds(command, text, capsys):
     with pytest.raises(SystemExit):
-        main(["top", "--interval", "0"])
+        main([*command, text])
     assert "isn't a number of seconds above 0" in capsys.readouterr().err
 
 

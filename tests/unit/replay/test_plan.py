@@ -99,6 +99,10 @@ def test_default_sizes_run_every_request_and_end_with_all_documents():
     assert host == sorted(host)
 
 
+def test_a_trace_without_documents_has_nothing_to_keep_on_host():
+    assert default_sizes([TraceRequest(0.0, (), 100)], 16)[1] == [0]
+
+
 @pytest.mark.parametrize("tokens", [0, 16, 3200, 8192, 51_008, 209_712, 524_288, 12_345_678])
 def test_a_host_size_is_printed_as_the_option_that_gives_it(tokens):
     text = host_gib(tokens, SERVER)
@@ -144,7 +148,16 @@ def _has_matplotlib() -> bool:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--gpu-tokens", "1,x"), ("--host-gib", "-1"), ("--policy", "lru,pgdsf"), ("--policy", "x")],
+    [
+        ("--gpu-tokens", "1,x"),
+        ("--gpu-tokens", "nan"),
+        ("--gpu-tokens", "0"),
+        ("--gpu-tokens", "15"),
+        ("--host-gib", "-1"),
+        ("--host-gib", "0,inf"),
+        ("--policy", "lru,pgdsf"),
+        ("--policy", "x"),
+    ],
 )
 def test_what_is_wrong_is_said_in_a_line(option, value, capsys):
     arguments = ["plan", "--workload", "burst", "--requests", "10", f"{option}={value}"]

@@ -221,6 +221,12 @@ def test_a_plot_is_written(tmp_path):
         (["--workload", "burst", *SMALL, "--policy-config", '{"nonsense": 1}'], "nonsense"),
         (["--workload", "burst", "--gpu-tokens", "200", "--requests", "20"], "200|192"),
         (["--workload", "burst", *SMALL[:-1], "120"], "--warm-up"),
+        (["--workload", "burst", "--gpu-tokens", "0"], "--gpu-tokens 0: give at least a page, 16"),
+        (["--workload", "burst", "--gpu-tokens", "-9"], "--gpu-tokens -9: give at least a page"),
+        (
+            ["--workload", "burst", "--gpu-tokens", "1000", "--host-gib", "0.001"],
+            "--host-gib gives 8 tokens: give at least a page",
+        ),
         (["--trace", "nowhere.jsonl", "--gpu-tokens", "1000"], "nowhere.jsonl"),
         (["--workload", "burst", *SMALL, "--plot", "nowhere/a.png"], "nowhere"),
         (["--workload", "burst", *SMALL, "--cost-table", "nowhere.json"], "nowhere.json"),
@@ -253,6 +259,25 @@ def test_what_a_replay_cannot_do_is_refused(arguments, said, tmp_path, capsys):
     assert main(["simulate", "--trace", str(path), "--gpu-tokens", "1000", *arguments]) == 2
     assert said in capsys.readouterr().err
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--seeds", "a"),
+        ("--seeds", "1,-2"),
+        ("--seeds", ""),
+        ("--seed", "-1"),
+        ("--host-gib", "nan"),
+        ("--host-gib", "inf"),
+        ("--host-gib", "-1"),
+    ],
+)
+def test_what_is_no_number_of_the_kind_is_refused(option, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--workload", "burst", *SMALL, f"{option}={value}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: " in capsys.readouterr().err
 
 
 def test_reordering_finds_more_of_a_long_queue(capsys):
