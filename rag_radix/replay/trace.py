@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,8 @@ class TraceRequest:
 def read_trace(path: str | Path) -> list[TraceRequest]:
     """Read a trace of JSON lines, one request a line; blank lines are skipped.
 
+    The last line is left out, with a warning, where the file ends within it: its writer has died.
+
     Raises:
         TraceError: The file can't be read, or a line isn't a request.
     """
@@ -74,6 +78,9 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise TraceError(f"trace {str(path)!r} can't be read: {error}") from error
+    if _is_cut_off(lines[-1]):
+        logger.warning("%s:%d is left out: the file ends within this line", path, len(lines))
+        lines.pop()
     return [
         _request(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
     ]
@@ -89,7 +96,8 @@ class TraceWriter:
     """Appends a running server's requests to a trace.
 
     A trace is never worth a failing request: the first write that fails is logged and ends
-    the trace.
+    the trace. Of a line that found no room nothing is left, neither here nor from an earlier
+    writer, so that the file stays one of whole lines.
 
     Raises:
         TraceError: The file can't be opened for appending.
@@ -99,6 +107,7 @@ class TraceWriter:
         try:
             # Unbuffered: one `write` a line, so that a reader never meets half a request.
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115
+            self._begin_line()
         except OSError as error:
             raise TraceError(
                 f"trace {str(path)!r} can't be written ({error}): give a file in a writable folder"
@@ -109,7 +118,11 @@ class TraceWriter:
         if self._file.closed:
             return
         try:
-            self._file.write(_line(request))
+            line = _line(request)
+            written = self._file.write(line)
+            if written < len(line):
+                self._take_back(written)
+                raise OSError("there was room for a part of a line only")
         except (OSError, orjson.JSONEncodeError) as error:
             logger.error("the trace %s ends here, a write failed: %s", self._file.name, error)
             self.close()
@@ -120,6 +133,38 @@ class TraceWriter:
             self._file.close()
         except OSError as error:
             logger.error("closing the trace %s failed: %s", self._file.name, error)
+
+    def _begin_line(self) -> None:
+        """Let what is appended begin a line, whatever the file ends with."""
+        last = _last_line(Path(self._file.name))
+        if _is_cut_off(last):
+            logger.warning("the trace %s ended within a line, which is taken out", self._file.name)
+            self._take_back(len(last))
+        elif last:
+            self._file.write(b"\n")
+
+    def _take_back(self, count: int) -> None:
+        """Remove the last `count` bytes, unless another rank has gone on behind them."""
+        end = self._file.tell()
+        if os.fstat(self._file.fileno()).st_size == end:
+            self._file.truncate(end - count)
+
+
+def _last_line(path: Path) -> bytes:
+    """What follows the last end of a line."""
+    if path.stat().st_size == 0:  # a device or pipe has none either
+        return b""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content[content.rfind(b"\n") + 1 :]
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Whether a line without an end is the beginning of a request."""
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return line.startswith(b"{")
+    return False
 
 
 def _line(request: TraceRequest) -> bytes:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,7 +89,7 @@ def test_blank_lines_and_fields_with_defaults_may_be_missing(tmp_path: Path) -> 
 )
 def test_a_bad_line_is_named_with_its_field(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"arrival_s": 0, "documents": [], "prompt_tokens": 1}\n' + line)
+    path.write_text('{"arrival_s": 0, "documents": [], "prompt_tokens": 1}\n' + line + "\n")
     with pytest.raises(TraceError, match=rf"trace.jsonl:2.*{message}"):
         read_trace(path)
 
@@ -118,6 +122,65 @@ def test_a_failing_write_ends_the_trace_with_one_message(
             writer.append(request)
     assert len(caplog.records) == 1
     assert "/dev/full" in caplog.text
+
+
+@contextmanager
+def room_for(more: int, path: Path) -> Iterator[None]:
+    """A file that may grow by `more` bytes, as on a disk that gets full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_of_a_line_that_finds_no_room_nothing_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    writer = TraceWriter(path)
+    writer.append(REQUESTS[0])
+    with room_for(10, path):
+        writer.append(REQUESTS[1])
+    writer.append(REQUESTS[1])  # the trace has ended
+    assert "ends here, a write failed: there was room for a part" in caplog.text
+    assert read_trace(path) == REQUESTS[:1]
+    TraceWriter(path).append(REQUESTS[1])
+    assert read_trace(path) == REQUESTS
+
+
+def test_what_another_rank_has_written_behind_half_a_line_stays(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    one, other = TraceWriter(path), TraceWriter(path)
+    one.append(REQUESTS[0])
+    other.append(REQUESTS[1])
+    one._take_back(10)
+    assert read_trace(path) == REQUESTS
+
+
+def test_a_last_line_that_is_cut_off_is_left_out_and_gives_way_to_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, REQUESTS)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_trace(path) == REQUESTS[:1]
+    assert "trace.jsonl:2 is left out: the file ends within this line" in caplog.text
+    TraceWriter(path).append(REQUESTS[1])
+    assert "ended within a line" in caplog.text
+    assert read_trace(path) == REQUESTS
+
+
+def test_a_last_line_without_its_end_is_a_request_and_gets_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, REQUESTS[:1])
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read_trace(path) == REQUESTS[:1]
+    TraceWriter(path).append(REQUESTS[1])
+    assert read_trace(path) == REQUESTS
 
 
 def test_a_document_id_that_json_cannot_hold_does_not_raise(
