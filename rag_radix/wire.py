@@ -259,9 +259,11 @@ def _string(document: dict[str, Any], field: str, name: str) -> str:
             f"{field}.{name}",
             f"has {len(value)} characters, at most {MAX_NAME_CHARS} are allowed",
         )
-    # JSON can spell half a surrogate pair, which no encoder between the processes accepts.
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        raise AnnotationError(f"{field}.{name}", "must be valid Unicode, it has a lone surrogate")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # neither answers nor files could name the document
+        problem = "must be valid Unicode, it has a lone surrogate"
+        raise AnnotationError(f"{field}.{name}", problem) from None
     return value
 
 

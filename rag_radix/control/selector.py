@@ -46,11 +46,12 @@ class Selector:
     namespace: str | None = None
     newer_version: str | None = None
 
+    def means(self, id: str) -> bool:
+        """Whether documents of that id may be meant."""
+        return id == self.id if self.prefix is None else id.startswith(self.prefix)
+
     def matches(self, document: NamedDocument) -> bool:
-        if self.prefix is not None:
-            named = document.id.startswith(self.prefix)
-        else:
-            named = document.id == self.id and self.version in (None, document.version)
+        named = self.means(document.id) and self.version in (None, document.version)
         if self.newer_version is not None and document.version in ("", self.newer_version):
             return False
         return named and self.namespace in (None, document.namespace)
