@@ -442,4 +442,4 @@ class KnowledgeTree(UnifiedRadixCache):
         rid = operation.handle.rid
         for node in arrivals:
             req = next((req for req in self.waiting() if req.rid == rid), None)
-            self.storing.restored(node, req, operation.handle)
+            self.storing.restored(node, req)

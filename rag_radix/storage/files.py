@@ -104,6 +104,11 @@ class SegmentFiles:
         with self._lock:
             return self._index.names_at(mark)
 
+    def names_along(self, hashes: Iterable[str]) -> dict[str, tuple[Name, ...]]:
+        """See `PageIndex.names_along`."""
+        with self._lock:
+            return self._index.names_along(hashes)
+
     def marks(self) -> list[str]:
         """See `PageIndex.marks`."""
         with self._lock:

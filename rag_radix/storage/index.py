@@ -149,6 +149,10 @@ class PageIndex:
         return tuple(dict.fromkeys(names))
 
     def marks(self) -> list[str]:
+    def names_along(self, hashes: Iterable[str]) -> dict[str, tuple[Name, ...]]:
+        """The documents of the nodes that end with one of `hashes`, by the last page of each."""
+        return {page: tuple(sorted(self.names_at(page))) for page in hashes if page in self._marked}
+
         """The last pages of all nodes of which there are files."""
         return sorted(self._marked)
 
@@ -183,9 +187,7 @@ class PageIndex:
             pages = hashes.index(above) + 1
             tokens = unpacked(segment.header.tokens)
             parts.append(tokens[: len(tokens) // len(hashes) * pages])
-            for each in hashes[:pages]:
-                if each in self._marked:
-                    names[each] = tuple(sorted(self.names_at(each)))
+            names.update(self.names_along(hashes[:pages]))
             above = segment.header.parent
         tokens = array("q")
         for part in reversed(parts):

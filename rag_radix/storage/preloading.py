@@ -91,10 +91,6 @@ class Preloading:
         """Whether there is more to come."""
         return self.progress.state == "running"
 
-    def is_loading(self, handle: CacheRequestHandle) -> bool:
-        """Whether it has asked for what `handle` brings."""
-        return self._handle is not None and handle.rid == self._handle.rid
-
     def stop(self) -> None:
         """Leave the rest in the files."""
         self._keys.clear()
@@ -158,8 +154,6 @@ class Preloading:
         missing = len(prefix) - there
         if missing < tree.prefetch_threshold or missing > self._room_tokens():
             return
-        for page, names in stored.names.items():
-            self._marks.also_named(page, names)
         handle = CacheRequestHandle(f"rag-radix-preload-{next(_numbers)}", 0)
         tree.prefetch_from_storage(
             handle,

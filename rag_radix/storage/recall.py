@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +14,28 @@ if TYPE_CHECKING:
     from rag_radix.knowledge_tree import KnowledgeTree
     from rag_radix.node import DocumentNode
     from rag_radix.storage.marks import Mark, Marks
+    from rag_radix.storage.segment import Name
     from rag_radix.tree_core import KnowledgeTreeCore
 
 
 def recall(
-    tree: KnowledgeTree, marks: Marks, node: DocumentNode, req: Any, *, names_all: bool
+    tree: KnowledgeTree,
+    marks: Marks,
+    node: DocumentNode,
+    req: Any,
+    names: Mapping[str, tuple[Name, ...]] | None,
 ) -> None:
     """`node` has come from storage: cut it where nodes were, name it and give it the
     statistics that it had.
 
     Args:
         req: The request that it was read for; None where that has ended, or there is none.
-        names_all: Whether marks have all names that are known, though there is no request.
+        names: What its files say, see `PageIndex.names_along`; None where that isn't the same on
+            all ranks, so that any document may be there.
     """
     core = tree.tree_core
+    for page, documents in (names or {}).items():
+        marks.also_named(page, documents)
     there = core.path_to(node.id)[:-1]
     done = 0
     for end in [i for i, page in enumerate(node.hash_value[:-1], 1) if marks.get(page)]:
@@ -38,8 +47,8 @@ def recall(
     path = core.path_to(node.id)
     for piece in path:
         if piece not in there:
-            is_known = names_all and marks.get(piece.hash_value[-1]) is not None
-            if req is None and not is_known:
+            is_known = bool(names) and marks.get(piece.hash_value[-1]) is not None
+            if names is None or (req is None and not is_known):
                 core.forget_names(piece)
             _recall(tree, marks, piece)
     for above, below in zip(path[-2::-1], path[:0:-1], strict=True):

@@ -112,7 +112,7 @@ def _remove(
 
 
 class _Absent:
-    """What a selector means of nodes that aren't in the tree."""
+    """What a selector means of nodes that aren't in the tree, or not under all their names."""
 
     def __init__(self, marks: Marks, selector: Selector, page_size: int) -> None:
         self._marks = marks
@@ -123,12 +123,15 @@ class _Absent:
         """Where documents end that go, and how many pages go with each, of a node of `pages`
         whose last one is `key`."""
         mark = self._marks.get(key)
-        if mark is not None and mark.node is not None:
-            return []  # the tree has decided
+        node = None if mark is None else mark.node
+        known: set[tuple[str, str, str]] = set()
+        if node is not None:
+            documents = [*(each.document for each in node.occurrences), *node.unmarked_documents]
+            known = {document.name for document in documents}  # of which the tree has decided
         return [
             (key, -(-name.tokens // self._page_size) or pages)
             for name in names
-            if self._selector.matches(name)
+            if self._selector.matches(name) and name[:3] not in known
         ]
 
     def keeps(self, page: str, names: Iterable[Name]) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rag_radix.errors import UnsupportedError
+from rag_radix.storage.agreement import is_alike
 from rag_radix.storage.backend import VerifiedFiles
 from rag_radix.storage.files import SegmentFiles
 from rag_radix.storage.identity import identity, identity_name, rank_name
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rag_radix.control.selector import Selector
     from rag_radix.knowledge_tree import KnowledgeTree
     from rag_radix.node import DocumentNode
+    from rag_radix.storage.segment import Name
 
 logger = logging.getLogger(__name__)
 
@@ -223,9 +225,14 @@ class Storing:
 
     def restored(self, node: DocumentNode, req: Any, handle: Any) -> None:
         """`node` has come from storage for `req`, or for a request that has ended or for nobody
-        where there is none; `handle` is SGLang's of the reading."""
-        names_all = self.preloading is not None and self.preloading.is_loading(handle)
-        recall(self._tree, self.marks, node, req, names_all=names_all)
+        where there is none; on all ranks at once."""
+        names: dict[str, tuple[Name, ...]] | None = {}
+        if self._files is not None:
+            names = self._files.names_along(node.hash_value)
+            content = repr(sorted(names.items())).encode()
+            if not is_alike(self._tree, content):
+                names = None
+        recall(self._tree, self.marks, node, req, names)
 
     # What must go
 

@@ -151,6 +151,49 @@ def test_a_name_given_after_a_document_was_written_counts_after_a_restart(tmp_pa
         assert second.ask(prompt("a", question=2)).from_storage == SYSTEM_TOKENS
 
 
+def under_another_name(*names, **options):
+    """The same prompt, whose first document has the id "x"."""
+    tokens, [(_, start, end), *others] = prompt(*names, **options)
+    return tokens, [("x", start, end), *others]
+
+
+@pytest.mark.parametrize("asked", ["under another name", "without names"])
+def test_what_came_back_under_another_name_goes_by_that_in_its_file(tmp_path, asked):
+    with server(tmp_path) as first:  # which is killed: only the file has the name
+        first.ask(prompt("a", "b"))
+    again = under_another_name("a", "b") if asked == "under another name" else prompt("a", "b")
+    with server(tmp_path) as second:
+        req = second.ask(again if asked == "under another name" else (again[0], ()))
+        assert req.from_storage == SYSTEM_AND_ONE + DOCUMENT_TOKENS
+        assert invalidate(second, id="a").places == 1
+        req = second.ask(prompt("a", question=1))
+        cached = req.cached_tokens_device + req.cached_tokens_host + req.from_storage
+        assert cached == SYSTEM_TOKENS
+
+
+def test_what_was_computed_anew_under_another_name_leaves_the_file_that_has_the_name(tmp_path):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+    with server(tmp_path) as second:
+        second.h.serve(*under_another_name("a"))  # asks nothing of storage
+        second.ask(under_another_name("a", question=1))
+        assert second.h.ends()["x"].mark is not None
+        assert invalidate(second, id="a").storage.files == 1
+        assert second.ask(under_another_name("a", question=2)).cached_tokens_device > SYSTEM_TOKENS
+    with server(tmp_path) as third:
+        assert third.ask(prompt("a", question=3)).from_storage == SYSTEM_TOKENS
+
+
+def test_what_ranks_have_under_different_names_goes_by_any(tmp_path, monkeypatch):
+    with server(tmp_path) as first:
+        first.ask(prompt("a"))
+    with server(tmp_path) as second:
+        monkeypatch.setattr(storing_module, "is_alike", lambda tree, content: False)
+        second.ask(under_another_name("a"))
+        invalidate(second, id="a")
+        assert second.ask(prompt("a", question=1)).cached_tokens_device == 0
+
+
 def test_a_head_that_others_share_stays(tmp_path):
     head, one, other = list(range(700, 720)), document("one"), document("other")
     span = (SYSTEM_TOKENS, SYSTEM_TOKENS + 60)
