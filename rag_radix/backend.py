@@ -124,7 +124,8 @@ def _refuse_unsupported(ctx: Any) -> None:
             raise UnsupportedError(
                 f"--radix-cache-backend knowledge-tree doesn't support {name}: drop one of the two"
             )
-    if args.hicache_storage_backend is not None and args.enable_lora:
+    has_adapters = args.lora_paths if args.enable_lora is None else args.enable_lora
+    if args.hicache_storage_backend is not None and has_adapters:
         # Its name doesn't say which weights an adapter had when its KV was written.
         raise UnsupportedError(
             "--radix-cache-backend knowledge-tree doesn't support --hicache-storage-backend with "

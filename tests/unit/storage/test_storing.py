@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
+from tree_harness import harness
 from unit.storage.stores import server
 from unit.tree.prompts import DOCUMENT_TOKENS, SYSTEM, document, prompt
 
@@ -271,6 +273,43 @@ def test_what_was_cleared_is_written_again(tmp_path):
         store.ask(prompt("a", question=1))
     with server(tmp_path) as second:
         assert second.ask(prompt("a", question=2)).from_storage == 0
+
+
+def attach(store, directory):
+    extra = {"prefetch_threshold": 1, "file_storage_path": str(directory)}
+    return store.tree.attach_storage_backend(
+        storage_backend="file", storage_backend_extra_config_json=json.dumps(extra)
+    )
+
+
+def flush(store):
+    store.tree.reset()
+    store.h.allocator.clear()
+
+
+def test_a_backend_is_attached_to_an_empty_tree_only(tmp_path):
+    """What tenants have below public documents would be hashed as if it were public."""
+    with server(tmp_path) as store:
+        assert store.tree.detach_storage_backend()[0]
+        store.h.serve(*prompt("public", "private"), cache_salt="tenant", salt_from=1)
+        done, message = attach(store, tmp_path)
+        assert not done
+        assert "/flush_cache" in message
+        flush(store)
+        assert attach(store, tmp_path)[0]
+        store.ask(prompt("public", "private"), cache_salt="tenant", salt_from=1)
+        assert store.files.counters.written_pages == SYSTEM_AND_TWO
+        assert attach(store, tmp_path)[0]  # SGLang takes it for a change of its policies
+    with server(tmp_path) as second:
+        assert second.ask(prompt("public", "private", question=1)).from_storage == 0
+
+
+def test_no_backend_is_attached_where_there_are_adapters(tmp_path):
+    with harness(device_tokens=100, host_tokens=200, enable_lora=True) as h:
+        done, message = h.tree.attach_storage_backend(storage_backend="file")
+        assert not done
+        assert "LoRA" in message
+        assert not h.tree.enable_storage
 
 
 def test_servers_that_share_a_directory_keep_each_others_statistics(tmp_path):
