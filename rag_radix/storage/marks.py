@@ -96,14 +96,14 @@ class Mark:
         return ranks[TierName.HOST].priority if ranks else 0.0
 
     def left(self) -> None:
-        """The node leaves the tree."""
+        """The node leaves the tree, or may not be stored any more."""
         node = self.node
         if node is not None:
             self._names, self._forgotten = self.names, self.names_forgotten
             self._pages, self._namespace = self.pages, self.namespace
             self._path = self.path
-            self._statistics, self._ranks = node.statistics, node.ranks
-            self._statistics.history = None
+            self._statistics, self._ranks = node.statistics.copy(), node.ranks
+            self._statistics.history = None  # found again by the path
             self.node = None
             self._owner.left(self)
 

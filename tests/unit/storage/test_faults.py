@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 
 import pytest
@@ -124,6 +125,22 @@ def test_what_could_not_be_written_is_written_when_the_disk_is_well(tmp_path, mo
         store.wait(lambda: store.files.counters.written_pages == wanted)
     with server(tmp_path) as second:
         assert second.ask(prompt("a", question=2)).from_storage == SYSTEM_AND_ONE
+
+
+@pytest.mark.parametrize("policy", ["pgdsf", "pgdsf-plus"])
+def test_a_disk_that_is_well_again_leaves_the_hottest_what_they_are(tmp_path, policy):
+    with server(tmp_path, policy=policy) as store:
+        for question in range(4):
+            store.ask(prompt("a", question=question))
+        node = store.h.ends()["a"]
+        history = node.statistics.history
+        store.tree.component.device.rank(node)
+        ranks = list(node.ranks)
+        store.tree.storing._store_again()
+        store.settle()
+        store.tree.component.device.rank(node)
+        assert node.mark is not None
+        assert (node.statistics.history, node.ranks) == (history, ranks)
 
 
 def test_a_backend_that_fails_at_random_costs_only_hits(tmp_path, monkeypatch):
