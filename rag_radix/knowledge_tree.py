@@ -185,6 +185,8 @@ class KnowledgeTree(UnifiedRadixCache):
         self._rank_uncounted(path)
         if self.is_write_back:
             self.swap_out.copy_ahead(node for node, _ in path)
+        if self.enable_storage:
+            self.storing.used(node for node, _ in path)
 
     def _publish(self, req: Any, up_to: int, retrieval: Retrieval) -> list[DocumentNode]:
         """SGLang's checkpoint, for what the request has locked already: its path goes on below

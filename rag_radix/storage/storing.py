@@ -204,8 +204,16 @@ class Storing:
             and node.statistics.frequency >= self._tree.settings.store_after
         )
 
+    def used(self, nodes: Iterable[DocumentNode]) -> None:
+        """A request has used `nodes`, upper ones first: what of them has a copy on host and isn't
+        stored, since the backend was cleared or what is above it wasn't stored, is written."""
+        for node in nodes:
+            if node.mark is None and node.backuped and node.write_through_pending_id is None:
+                self._tree.write_backup_storage(node.id)
+
     def cleared(self) -> None:
-        """The backend has nothing any more."""
+        """The backend has nothing any more; what is in the tree is written again when it is
+        used."""
         for node in self._tree.tree_core.nodes():
             node.mark = None
         self.marks.clear()

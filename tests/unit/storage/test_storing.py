@@ -272,7 +272,16 @@ def test_what_was_cleared_is_written_again(tmp_path):
         evict(store)
         store.ask(prompt("a", question=1))
     with server(tmp_path) as second:
-        assert second.ask(prompt("a", question=2)).from_storage == 0
+        assert second.ask(prompt("a", question=2)).from_storage == SYSTEM_AND_ONE
+
+
+def test_what_is_below_what_was_cleared_is_written(tmp_path):
+    with server(tmp_path) as store:
+        store.ask(prompt("a"))
+        assert store.tree.clear_storage_backend()
+        store.ask(prompt("b", question=1))
+    with server(tmp_path) as second:
+        assert second.ask(prompt("b", question=2)).from_storage == SYSTEM_AND_ONE
 
 
 def attach(store, directory):
