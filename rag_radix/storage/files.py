@@ -299,7 +299,9 @@ class SegmentFiles:
         """Remove the file; what of it stays, its beginning, becomes another."""
         header = segment.header
         kept = next(i for i, page in enumerate(header.hashes) if page in gone)
-        if kept:
+        path = self.directory / file_name(header.hashes[:kept]) if kept else None
+        # Another server's with the same pages has documents of its own.
+        if path is not None and self._index.file_called(path.name) is None:
             pages = [memoryview(bytearray(header.page_bytes)) for _ in range(kept)]
             try:
                 read_pages(segment.path, header, 0, pages)
@@ -311,7 +313,6 @@ class SegmentFiles:
                     names=(),
                     tokens=packed(tokens[: len(tokens) // len(header.hashes) * kept]),
                 )
-                path = self.directory / file_name(shorter.hashes)
                 status = write_segment(path, shorter, pages)
                 self._there.remove(segment, must_go=True)
                 self._there.add(Segment(path, shorter, status.st_size, status.st_ino))

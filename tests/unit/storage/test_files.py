@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from unit.storage.pages import doc, opened, page, read, store
 
 from rag_radix.storage import directory as directory_module
 from rag_radix.storage import files as files_module
+from rag_radix.storage.segment import Name
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +115,19 @@ def test_a_page_that_two_servers_have_written_goes_from_the_files_of_both(tmp_pa
     for each in (other, opened(tmp_path)):
         assert [each.count([h]) for h in "abcdx"] == [1, 0, 0, 0, 0]
         assert read(each, "a") == 1
+
+
+def test_what_is_left_of_a_file_takes_no_names_from_another_servers_with_the_same_pages(tmp_path):
+    one, other = opened(tmp_path), opened(tmp_path)
+    store(one, "a", "b", "c", names=[doc("long", 3)], batch=4)
+    store(other, "a", "b", names=[doc("short", 2)])
+    for each in (one, other):
+        each.look()
+    other.discard_documents([("c", 3)], "b".__eq__)
+    for each in (other, opened(tmp_path)):
+        assert read(each, "a", "b", "c") == 2
+        assert each.named("short") == [("b", 2, (doc("short", 2),))]
+        assert each.documents() == ["short"]
 
 
 def test_what_is_promised_and_discarded_is_not_written(tmp_path):
