@@ -61,7 +61,7 @@ class PageIndex:
         self._copies: dict[str, list[Segment]] = {}  # of pages that other files have as well
         self._below: dict[str | None, list[Segment]] = {}
         self._marked: dict[str, list[Segment]] = {}  # by mark
-        self._named: dict[str, set[str]] = {}  # marks by document, some of them gone
+        self._named: dict[str, set[str]] = {}  # marks by document
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -122,7 +122,12 @@ class PageIndex:
             if not copies:
                 self._copies.pop(page, None)
         _drop(self._below, segment.header.parent, segment)
-        _drop(self._marked, segment.header.mark, segment)
+        _drop(self._marked, mark := segment.header.mark, segment)
+        left = {name.id for name in self.names_at(mark)}
+        for id in {name.id for name in segment.header.names} - left:
+            self._named[id].discard(mark)
+            if not self._named[id]:
+                del self._named[id]
         self.bytes -= segment.bytes
 
     # Documents
@@ -134,25 +139,21 @@ class PageIndex:
     def named(self, id: str) -> list[tuple[str, int, tuple[Name, ...]]]:
         """Nodes of which files say that the document is there: the last page of each, how many
         pages it has, and all its documents."""
-        found = []
-        for mark in sorted(self._named.get(id, ())):
-            if mark in self._marked:
-                header = self._marked[mark][0].header
-                found.append((mark, header.mark_pages, self.names_at(mark)))
-            else:
-                self._named[id].discard(mark)
-        return found
+        return [
+            (mark, self._marked[mark][0].header.mark_pages, self.names_at(mark))
+            for mark in sorted(self._named.get(id, ()))
+        ]
 
     def names_at(self, mark: str) -> tuple[Name, ...]:
         """The documents of a node, by its last page."""
         names = [name for each in self._marked.get(mark, ()) for name in each.header.names]
         return tuple(dict.fromkeys(names))
 
-    def marks(self) -> list[str]:
     def names_along(self, hashes: Iterable[str]) -> dict[str, tuple[Name, ...]]:
         """The documents of the nodes that end with one of `hashes`, by the last page of each."""
         return {page: tuple(sorted(self.names_at(page))) for page in hashes if page in self._marked}
 
+    def marks(self) -> list[str]:
         """The last pages of all nodes of which there are files."""
         return sorted(self._marked)
 

@@ -164,7 +164,7 @@ class Marks:
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
         self._marks: OrderedDict[str, Mark] = OrderedDict()
-        # Of nodes that have left the tree: keys by document; entries may be older than what is.
+        # Of nodes that aren't in the tree: keys by document.
         self._named: dict[str, dict[str, None]] = {}
         self._unclear: dict[str, None] = {}
 
@@ -178,6 +178,7 @@ class Marks:
         return self._marks.get(key)
 
     def add(self, mark: Mark) -> None:
+        self.remove(mark.key)
         self._marks[mark.key] = mark
         self._marks.move_to_end(mark.key)
         if len(self._marks) > self._capacity:
@@ -189,6 +190,7 @@ class Marks:
         if mark is None or mark.node is not None:
             mark = Mark(key, self)
             self.add(mark)
+        self._not_absent(mark)
         mark.node = node
         return mark
 
@@ -215,18 +217,21 @@ class Marks:
         keys = dict(self._unclear)
         for id in selector.ids(self._named):
             keys.update(self._named.get(id, {}))
-        marks = [self._marks[key] for key in keys if key in self._marks]
-        return [mark for mark in marks if mark.node is None]
+        return [self._marks[key] for key in keys]
 
     def remove(self, key: str) -> None:
         mark = self._marks.pop(key, None)
         if mark is not None and mark.node is None:
-            self._unclear.pop(key, None)
-            for name in mark.names:
-                if (keys := self._named.get(name.id)) is not None:
-                    keys.pop(key, None)
-                    if not keys:
-                        del self._named[name.id]
+            self._not_absent(mark)
+
+    def _not_absent(self, mark: Mark) -> None:
+        """`mark`, which has no node, is to be had by its names no more."""
+        self._unclear.pop(mark.key, None)
+        for name in mark.names:
+            if (keys := self._named.get(name.id)) is not None:
+                keys.pop(mark.key, None)
+                if not keys:
+                    del self._named[name.id]
 
     def clear(self) -> None:
         self._marks.clear()

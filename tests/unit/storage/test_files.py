@@ -130,6 +130,16 @@ def test_what_is_left_of_a_file_takes_no_names_from_another_servers_with_the_sam
         assert each.documents() == ["short"]
 
 
+def test_documents_whose_files_are_gone_take_no_memory(tmp_path):
+    files = opened(tmp_path)
+    store(files, "a", "b", names=[doc("one"), Name("one", "2", "", 2)])
+    store(files, "c", parent="b", names=[doc("one", 3), doc("other", 1)])
+    files.discard(["c"])
+    assert files.documents() == ["one"]
+    files.discard(["a"])
+    assert (files.documents(), files.named("one")) == ([], [])
+
+
 def test_what_is_promised_and_discarded_is_not_written(tmp_path):
     files = opened(tmp_path)
     files.promise(None, ("a", "b"), ())
