@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,12 +75,31 @@ class Directory:
         self._scanned_s = 0.0
         self._scanned_mtime_ns = -1
         self._try_again_s = 0.0
+        self._device: int | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
+            self._device = path.stat().st_dev
             remove_leftovers(path)
         except OSError as error:
             logger.warning("Storage: %s can't be used: %s", path, error)
         self.scan()
+
+    def make_anew(self) -> None:
+        """Make the directory if it is gone, since it was removed or a file system has been mounted
+        above it. Where one has been unmounted none is made: the disk below isn't the one that was
+        meant."""
+        with suppress(OSError):  # the next write says why
+            if self.path.exists():
+                return
+            for segment in self.index:
+                self.index.remove(segment)
+            self._scanned_mtime_ns = -1
+            above = next(each for each in self.path.parents if each.exists())
+            device = above.stat().st_dev
+            if self._device in (None, device) or above.is_mount():
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._device = device
+                logger.warning("Storage: %s was gone and has been made anew", self.path)
 
     # Files of others
 

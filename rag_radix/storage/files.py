@@ -250,10 +250,14 @@ class SegmentFiles:
             self._promises.give_up(promise)
 
     def is_to_try_again(self) -> bool:
-        """See `Promises.is_to_try_again`. What couldn't be removed is tried again, too."""
+        """See `Promises.is_to_try_again`; there is a directory then, if it can be. What couldn't be
+        removed is tried again, too."""
         with self._lock:
             self._there.try_to_remove()
-            return self._promises.is_to_try_again()
+            is_due = self._promises.is_to_try_again()
+            if is_due:
+                self._there.make_anew()
+            return is_due
 
     # Leaving
 

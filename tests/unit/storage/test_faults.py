@@ -127,6 +127,22 @@ def test_what_could_not_be_written_is_written_when_the_disk_is_well(tmp_path, mo
         assert second.ask(prompt("a", question=2)).from_storage == SYSTEM_AND_ONE
 
 
+def test_a_directory_that_was_removed_is_made_and_filled_anew(tmp_path, monkeypatch):
+    from rag_radix.storage import promises, storing
+
+    monkeypatch.setattr(storing, "_POLLS", 1)
+    monkeypatch.setattr(promises, "_RETRY_S", 0.1)
+    with server(tmp_path / "files") as store:
+        store.ask(prompt("a"))
+        shutil.rmtree(tmp_path / "files")
+        store.ask(prompt("b", question=1))
+        wanted = SYSTEM_AND_ONE + DOCUMENT_TOKENS
+        store.wait(lambda: store.files.counters.written_pages == SYSTEM_AND_ONE + wanted)
+        store.stop()
+    with server(tmp_path / "files") as second:
+        assert second.ask(prompt("a", question=2)).from_storage == SYSTEM_AND_ONE
+
+
 @pytest.mark.parametrize("policy", ["pgdsf", "pgdsf-plus"])
 def test_a_disk_that_is_well_again_leaves_the_hottest_what_they_are(tmp_path, policy):
     with server(tmp_path, policy=policy) as store:

@@ -140,6 +140,38 @@ def test_documents_whose_files_are_gone_take_no_memory(tmp_path):
     assert (files.documents(), files.named("one")) == ([], [])
 
 
+def retry(files):
+    files._promises._retry_at_s = 0.0
+    assert files.is_to_try_again()
+
+
+def test_a_directory_that_was_removed_is_made_anew_at_the_next_try(tmp_path):
+    files = opened(tmp_path / "of" / "rank")
+    store(files, "a")
+    shutil.rmtree(tmp_path / "of")
+    store(files, "b")
+    assert files.count(["b"]) == 0
+    retry(files)
+    for name in "ab":
+        store(files, name)
+        assert read(files, name) == 1
+    assert files.counters.failed_writes == 1
+
+
+def test_nothing_is_made_where_a_file_system_was_unmounted(tmp_path, monkeypatch):
+    files = opened(tmp_path / "mount" / "rank")
+    shutil.rmtree(tmp_path / "mount" / "rank")
+    files._there._device = -1  # of the file system that was there
+    store(files, "a")
+    retry(files)
+    assert list((tmp_path / "mount").iterdir()) == []
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "mount")
+    store(files, "a")
+    retry(files)  # another is mounted there now
+    store(files, "a")
+    assert read(files, "a") == 1
+
+
 def test_what_is_promised_and_discarded_is_not_written(tmp_path):
     files = opened(tmp_path)
     files.promise(None, ("a", "b"), ())
