@@ -203,7 +203,8 @@ def read_pages(path: Path, header: Header, first: int, pages: Sequence[memoryvie
         DamagedFileError: The file has changed since its header was read, or a page is damaged.
         OSError: It can't be read.
     """
-    with path.open("rb", buffering=0) as file:
+    # Buffered, so that a page is whole where a file system returns less than it is asked for.
+    with path.open("rb") as file:
         start = file.read(_PREFIX.size)
         if len(start) < _PREFIX.size:
             raise DamagedFileError("it is too short")

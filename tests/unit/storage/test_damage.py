@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -325,6 +326,22 @@ def test_a_header_that_contradicts_itself_is_skipped(tmp_path, fields):
     assert (len(files), files.counters.damaged_files) == (0, 1)
     assert read(files, "a") == 0
     files.discard_namespace("")
+
+
+def test_a_file_that_is_read_in_small_pieces_is_not_damaged(tmp_path, monkeypatch):
+    class Slow(io.FileIO):
+        """As over a network."""
+
+        def readinto(self, buffer):
+            return super().readinto(memoryview(buffer)[:7])
+
+    def open_slowly(path, mode, buffering=-1):
+        return io.BufferedReader(Slow(path)) if buffering else Slow(path)
+
+    files = opened(tmp_path)
+    store(files, "a", "b")
+    monkeypatch.setattr(Path, "open", open_slowly)
+    assert read(files, "a", "b") == 2
 
 
 def test_what_is_left_of_another_process_hinders_no_start(tmp_path, caplog):
