@@ -123,7 +123,7 @@ class Storing:
 
     def weights_changed(self) -> None:
         """The model has other weights: what was stored with the old ones is another's."""
-        if self._files is not None:
+        if self._files is not None and self._tree.enable_storage:
             self.finish()
             self.marks = Marks()
             self.attached()
@@ -231,7 +231,7 @@ class Storing:
 
     # In
 
-    def restored(self, node: DocumentNode, req: Any, handle: Any) -> None:
+    def restored(self, node: DocumentNode, req: Any) -> None:
         """`node` has come from storage for `req`, or for a request that has ended or for nobody
         where there is none; on all ranks at once."""
         names: dict[str, tuple[Name, ...]] | None = {}

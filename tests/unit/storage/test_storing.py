@@ -321,6 +321,14 @@ def test_no_backend_is_attached_where_there_are_adapters(tmp_path):
         assert not h.tree.enable_storage
 
 
+def test_new_weights_after_a_backend_was_detached_are_nothing_to_storage(tmp_path, caplog):
+    with server(tmp_path) as store:
+        store.ask(prompt("a"))
+        assert store.tree.detach_storage_backend()[0]
+        store.tree.storing.weights_changed()
+        assert caplog.text == ""
+
+
 def test_servers_that_share_a_directory_keep_each_others_statistics(tmp_path):
     with server(tmp_path) as one, server(tmp_path) as other:
         for question in range(3):
