@@ -401,13 +401,13 @@ class KnowledgeTree(UnifiedRadixCache):
         """SGLang's, for a tree with nothing in it yet; copies are made at eviction with it, too."""
         if self.sidecar_pool_specs:
             return False, "the model has caches beside its KV, which storage doesn't support"
-        kwargs["hicache_write_policy"] = None
-        was_enabled = self.enable_storage
         if get_lora().enable_lora:
             return False, "storage can't be combined with LoRA adapters"
         if self.tree_core.node_count and not self.enable_storage:
             # Public nodes, and tenants' below them, are hashed in another way without storage.
             return False, "what is cached was made without storage: empty it first (/flush_cache)"
+        kwargs["hicache_write_policy"] = None
+        was_enabled = self.enable_storage
         done: tuple[bool, str] = super().attach_storage_backend(*args, **kwargs)
         if self.enable_storage and not was_enabled:
             self.storing.attached()
