@@ -322,15 +322,26 @@ def test_the_status_of_a_failed_call_is_known(stub: Stub, kind: Any) -> None:
     assert raised.value.status == 404
 
 
+class StoppedLoop(asyncio.SelectorEventLoop):
+    """Says when a thread has given it something to do, which it will never do."""
+
+    was_asked = False
+
+    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+        handle = super().call_soon_threadsafe(*args, **kwargs)
+        self.was_asked = True
+        return handle
+
+
 def test_a_call_ends_with_the_loop_that_was_to_make_it(stub: Stub) -> None:
     async def connection() -> ClientConnection:
         return ClientConnection(AsyncOpenAI(base_url=stub.url, api_key="secret"))
 
-    loop = asyncio.new_event_loop()
+    loop = StoppedLoop()
     call = loop.run_until_complete(connection()).call
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(call, "/rag/pool")
-        eventually(lambda: loop._ready)  # type: ignore[attr-defined]
+        eventually(lambda: loop.was_asked)
         loop.close()
         with pytest.raises(RequestError, match="closed"):
             asked.result(WAIT_S)
