@@ -19,6 +19,9 @@ MEANINGS = {
     ONCE: "no interval",
 }
 
+# Shares of a bound are sums of times: what they differ by less is nothing.
+_ROUNDING = 1e-6
+
 
 def reading(ratio: Mapping[str, Any]) -> str:
     """Whether the reference of an arm ÷ reference is faster than the arm."""
@@ -69,6 +72,6 @@ def prefill_ratios(
         "possible": left / (1 - saved_share),
     }
     # A server that reorders its queue may be above a bound in order of arrival.
-    if theirs < 1:
+    if theirs < 1 - _ROUNDING:
         ratios["of_rest"] = (own - theirs) / (1 - theirs)
     return ratios

@@ -44,7 +44,8 @@ def test_shares_of_a_bound_become_ratios_of_prefill_time():
     assert found == pytest.approx({"reached": 80 / 70, "possible": 80 / 60, "of_rest": 0.5})
 
 
-def test_nothing_is_left_of_a_bound_that_is_reached():
-    found = prefill_ratios({"share_of_bound": 1.0}, {"share_of_bound": 1.0}, 0.4)
+@pytest.mark.parametrize("share", [1.0, 1 - 1e-15])
+def test_nothing_is_left_of_a_bound_that_is_reached(share):
+    found = prefill_ratios({"share_of_bound": share}, {"share_of_bound": 1.0}, 0.4)
     assert found == pytest.approx({"reached": 1.0, "possible": 1.0})
     assert prefill_ratios({"share_of_bound": None}, {"share_of_bound": 1.0}, 0.4) is None
