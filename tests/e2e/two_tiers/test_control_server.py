@@ -210,8 +210,8 @@ def test_newer_versions_retire_older_ones_by_themselves(prompts):
         rows = server.get("/rag/documents?limit=1000")["documents"]
         assert len({row["id"] for row in rows}) == len(rows)
         assert_like_cold_ones(server, answers, 8)
-        # One more, after the second in which a counter's growth is written. What is outdated when it
-        # runs isn't counted.
+        # One more, after the second in which a counter's growth is written. Requests that are
+        # outdated when they run aren't counted.
         counted = stats(server)["requests"]["requests"]
         time.sleep(1.1)
         ask(server, prompts[0])
