@@ -61,6 +61,7 @@ class Part:
         paper: What the RAGCache paper reports on it.
         steps: Measured one after the other.
         server_flags: Of all servers.
+        asks_for: What the overview shows of its comparisons: "ttft" or "scheduling".
     """
 
     name: str
@@ -69,6 +70,7 @@ class Part:
     paper: str
     steps: tuple[Step, ...]
     server_flags: tuple[str, ...]
+    asks_for: str = "ttft"
 
     def steps_of(self, quick: bool) -> tuple[Step, ...]:
         """Those that a version has."""

@@ -89,7 +89,8 @@ def _commits(report: Mapping[str, Any]) -> list[str | None]:
 
 def _row(part: Part, measured: Sequence[Measured]) -> list[str]:
     link = f"[{part.title}](#{_anchor(part.title)})"
-    return [link, part.paper, "<br>".join(_findings(measured)) or "-", _extent(part, measured)]
+    found = "<br>".join(_findings(part, measured)) or "-"
+    return [link, part.paper, found, _extent(part, measured)]
 
 
 def _anchor(title: str) -> str:
@@ -108,10 +109,12 @@ def _extent(part: Part, measured: Sequence[Measured]) -> str:
     return ", ".join(words)
 
 
-def _findings(measured: Sequence[Measured]) -> Iterator[str]:
+def _findings(part: Part, measured: Sequence[Measured]) -> Iterator[str]:
     for each in measured:
         report = each.report
-        if report["benchmark"] == "ab":
+        if part.asks_for == "scheduling":
+            yield from _scheduling(report)
+        elif report["benchmark"] == "ab":
             yield from _compared(each.step.label, report)
         elif report["benchmark"] == "speculation":
             for case in report["cases"]:
@@ -140,6 +143,17 @@ def _compared(label: str, report: Mapping[str, Any]) -> Iterator[str]:
             ratio = found["reference_by_this"]
             if ratio is not None and arm != report["reference"]:
                 yield f"throughput ({limit.replace('_', ' ')}) by `{arm}`'s: {ratio_text(ratio)}"
+
+
+def _scheduling(report: Mapping[str, Any]) -> Iterator[str]:
+    """What choosing batches takes with each arm, by load."""
+    for load, by_arm in report["loads"].items():
+        times = [
+            f"`{arm}` {1e3 * figures['scheduling_s']:.2f}"
+            for arm, figures in by_arm.items()
+            if figures["scheduling_s"] is not None
+        ]
+        yield f"{load}: {', '.join(times)} ms"
 
 
 def _policies(report: Mapping[str, Any]) -> Iterator[str]:

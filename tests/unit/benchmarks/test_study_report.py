@@ -32,6 +32,13 @@ def speculation_report():
     }
 
 
+def scheduling_report():
+    report = example_report()
+    for by_arm in report["loads"].values():
+        by_arm["stock-lru"]["scheduling_s"] = 0.00125
+    return report
+
+
 @pytest.fixture
 def study():
     return read_study("cpu")
@@ -39,7 +46,7 @@ def study():
 
 @pytest.fixture
 def text(study, tmp_path):
-    """Of a main part in full, a quick speculation part, and nothing else."""
+    """Of a main part in full, quick parts on speculation and scheduling, and nothing else."""
     about = {
         "versions": {"sglang": "0.5.23"},
         "hardware": {"cores": 2, "processor": "a processor", "memory_bytes": 2**34},
@@ -48,6 +55,7 @@ def text(study, tmp_path):
     for name, report, quick in (
         ("main", example_report(), False),
         ("speculation", speculation_report(), True),
+        ("scheduling", scheduling_report(), True),
     ):
         part = study.part(name)
         results.put(part, part.steps[0], quick, {**report, **about, "command": f"run {name}"})
@@ -65,11 +73,13 @@ def test_every_part_stands_in_the_overview(study, text):
     extents = {line.rsplit("|", 2)[1].strip() for line in overview}
     assert extents == {"in full", "quick", "not run"}
     assert "`stock-lru` 2.00 (2.00..2.00), faster" in overview[0]
+    (scheduling,) = (line for line in overview if "Scheduling time" in line)
+    assert "1 request/s: `stock-lru` 1.25 ms<br>2 requests/s: `stock-lru` 1.25 ms |" in scheduling
     assert "remote, load 0.5: search 4.00 (2.00–8.00), TTFT 1.50 (0.75–3.00)" in text
 
 
 def test_ratios_are_read_and_stand_beside_what_the_bound_allows(text):
-    (row, _) = (line for line in rows_of(text, "`no-cache`") if "4.00 (4.00" in line)
+    row, *_ = (line for line in rows_of(text, "`no-cache`") if "4.00 (4.00" in line)
     assert "| 4.00 (4.00..4.00) | faster |" in row
     assert "of the tokens in documents and saves" in text
     assert "10 of 20 answers" not in text
