@@ -100,15 +100,8 @@ class Sender:
 
     def decode(self, ids: Sequence[int]) -> str | None:
         """The text of some tokens; None where the server, a router perhaps, doesn't say."""
-        asked = {"tokens": list(ids)}
-        try:
-            reply = checked(self._connections.request("/detokenize", asked, timeout_s=_TIMEOUT_S))
-        except RequestError as error:
-            if is_transient(error):
-                raise
-            return None
-        text: str = reply.json()["text"]
-        return text
+        told = self._told("/detokenize", {"tokens": list(ids)})
+        return None if told is None else str(told["text"])
 
     def placed(self, text: str) -> TokenPrompt | None:
         """A prompt in tokens, with its documents where they are among these; None where it has
@@ -118,14 +111,18 @@ class Sender:
         if params is None or not params["rag"]["documents"]:
             return None
         asked = {"text": text, "rag": params["rag"], **({"cache_salt": salt} if salt else {})}
+        placed = self._told("/rag/place", asked)
+        return None if placed is None else TokenPrompt(placed["input_ids"], {"rag": placed["rag"]})
+
+    def _told(self, route: str, body: dict[str, Any]) -> Any:
+        """What the server says; None where it refuses, as one does that hasn't the route."""
         try:
-            reply = checked(self._connections.request("/rag/place", asked, timeout_s=_TIMEOUT_S))
+            reply = checked(self._connections.request(route, body, timeout_s=_TIMEOUT_S))
         except RequestError as error:
             if is_transient(error):
                 raise
             return None
-        placed = reply.json()
-        return TokenPrompt(placed["input_ids"], {"rag": placed["rag"]})
+        return reply.json()
 
     def _attempts(self, state: Any) -> Attempts:
         return Attempts(self._retries, self._url, partial(self._in_flight.pause, state))

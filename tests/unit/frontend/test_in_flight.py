@@ -75,8 +75,8 @@ def test_discarding_does_not_wait() -> None:
     assert set(server.told) == {server.told[0]}
 
 
-def test_many_are_discarded_by_one_thread_and_each_is_told_once() -> None:
-    servers = [Server() for _ in range(20)]
+def requests(servers: list[Server]) -> tuple[InFlight, list[State], list[threading.Thread]]:
+    """A request at each of `servers`, of a state of its own."""
     by_rid: dict[str, Server] = {}
     in_flight = InFlight(lambda rid: by_rid[rid].abort(rid))
     states = [State() for _ in servers]
@@ -84,6 +84,12 @@ def test_many_are_discarded_by_one_thread_and_each_is_told_once() -> None:
     for state, server in zip(states, servers, strict=True):
         threads.append(request(in_flight, state, server))
         by_rid[next(iter(in_flight._of[state].rids))] = server
+    return in_flight, states, threads
+
+
+def test_many_are_discarded_by_one_thread_and_each_is_told_once() -> None:
+    servers = [Server() for _ in range(20)]
+    in_flight, states, threads = requests(servers)
     for state in states:
         in_flight.discard(state)
     for thread in threads:
@@ -93,13 +99,7 @@ def test_many_are_discarded_by_one_thread_and_each_is_told_once() -> None:
 
 def test_what_no_thread_could_be_started_to_end_ends_with_the_next() -> None:
     servers = [Server(), Server()]
-    by_rid: dict[str, Server] = {}
-    in_flight = InFlight(lambda rid: by_rid[rid].abort(rid))
-    states = [State() for _ in servers]
-    threads = []
-    for state, server in zip(states, servers, strict=True):
-        threads.append(request(in_flight, state, server))
-        by_rid[next(iter(in_flight._of[state].rids))] = server
+    in_flight, states, threads = requests(servers)
     with no_more_threads():
         in_flight.discard(states[0])
     assert servers[0].told == []
