@@ -31,6 +31,7 @@ class Outcome:
     """What one request found.
 
     Attributes:
+        arrival: How many requests arrived before it.
         prompt_tokens: Its length.
         documents: Documents in it.
         device_hit_tokens: Tokens that were on the device.
@@ -40,6 +41,7 @@ class Outcome:
         swapped_out_tokens: Tokens copied to host while it ran.
     """
 
+    arrival: int
     prompt_tokens: int
     documents: int
     device_hit_tokens: int
@@ -54,6 +56,7 @@ class Outcome:
 
 
 class _Arrival(NamedTuple):
+    number: int
     request: TraceRequest
     prompt: ReplayPrompt
     req: Any
@@ -150,10 +153,10 @@ class Replayer:
 
     def _arrive(self, request: TraceRequest) -> _Arrival:
         prompt = self._prompts.prompt(request)
-        self._arrived += 1
+        number, self._arrived = self._arrived, self._arrived + 1
         extra_key, cache_salt = _names(request)
         req = self._req(
-            f"{self._arrived:09d}",
+            f"{number:09d}",
             "",
             prompt.ids[: prompt.prompt_slots],
             self._sampling_params(custom_params=prompt.custom_params),
@@ -162,10 +165,10 @@ class Replayer:
             vocab_size=_VOCABULARY,
         )
         req.full_untruncated_fill_ids = prompt.ids
-        return _Arrival(request, prompt, req)
+        return _Arrival(number, request, prompt, req)
 
     def _serve(self, arrival: _Arrival) -> Outcome:
-        request, prompt, req = arrival
+        _, request, prompt, req = arrival
         swapped_out = self._swapped_out_slots()
         device_hit, host_hit = self._admit(req, prompt)
         self._extend(req, (device_hit + host_hit) * self.granularity, request.prompt_tokens)
@@ -173,7 +176,7 @@ class Replayer:
         if prompt.computed_tokens > request.prompt_tokens:
             self._extend(req, request.prompt_tokens, prompt.computed_tokens)
         self._finish(req, prompt)
-        return self._outcome(request, device_hit, host_hit, self._swapped_out_slots() - swapped_out)
+        return self._outcome(arrival, device_hit, host_hit, self._swapped_out_slots() - swapped_out)
 
     def _admit(self, req: Any, prompt: ReplayPrompt) -> tuple[int, int]:
         """Match, load back what is on host and lock; returns the slots found on each tier."""
@@ -246,9 +249,9 @@ class Replayer:
         return slots
 
     def _outcome(
-        self, request: TraceRequest, device_hit: int, host_hit: int, swapped_out: int
+        self, arrival: _Arrival, device_hit: int, host_hit: int, swapped_out: int
     ) -> Outcome:
-        grain = self.granularity
+        request, grain = arrival.request, self.granularity
         hit = (device_hit + host_hit) * grain
         document_hit = hit_documents = 0
         for document in request.documents:
@@ -257,6 +260,7 @@ class Replayer:
             document_hit += min(document.end, hit) - document.start
             hit_documents += document.end // self.page_tokens * self.page_tokens <= hit
         return Outcome(
+            arrival.number,
             request.prompt_tokens,
             len(request.documents),
             device_hit * grain,

@@ -124,7 +124,7 @@ def replay(
         requests: The trace.
         variant: The policy.
         server: Sizes and costs.
-        warm_up: Requests that aren't counted.
+        warm_up: Requests that aren't counted, the first ones to arrive, whenever they are served.
         arrange: Makes of a request that arrives the one that is served, with its documents in
             another order.
         on_request: Called after each request, for a progress bar.
@@ -152,7 +152,8 @@ def replay(
                 started = time.process_time()
             on_request()
     replay_s = time.process_time() - started
-    return _totals(outcomes[warm_up:], server, replay_s)
+    counted = [outcome for outcome in outcomes if outcome.arrival >= warm_up]
+    return _totals(counted, server, replay_s)
 
 
 def _order(replayer: Replayer, server: ReplayServer) -> WaitingQueue | None:

@@ -44,7 +44,9 @@ class PolicyResult:
         prefill_time_vs_lru: The same by that of `lru`.
         bound_share: `(T_nocache - T) / (T_nocache - T_bound)`: of the time that a clairvoyant
             cache could save against one of templates only, the part that this one saves.
-        bound_hit_rate: Highest `token_hit_rate` that any cache could have.
+        bound_hit_rate: Highest `token_hit_rate` that any cache could have. This bound and that
+            on time are those of the order in which requests arrive; reordered ones may exceed
+            them.
         d2h_bytes: Copied from device to host for all counted requests.
         h2d_bytes: Loaded back from host, likewise.
         ms_per_request: CPU time of the replay for a request, the tree's and its own.
@@ -198,6 +200,11 @@ def _run(options: argparse.Namespace) -> None:
     means, spreads = mean_and_spread(runs)
     print(_title(options, server, seeds, len(requests), warm_up))
     print(table(means, spreads if len(seeds) > 1 else None, len(requests) - warm_up))
+    if server.reorder_window or any(each.config.get("reorder_window") for each in variants):
+        print(
+            "The bound is that of the order in which requests arrive. To what is reordered it is "
+            "no limit."
+        )
     if options.plot:
         plot_policies(means, options.plot)
     if options.json:

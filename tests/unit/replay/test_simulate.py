@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -86,6 +87,14 @@ def test_the_warm_up_is_served_but_not_counted():
     assert replay(repeated(3), PGDSF, SERVER, warm_up=1).hit_documents == 2
     assert replay(repeated(3), PGDSF, SERVER).hit_documents == 2
     assert replay(repeated(3), PGDSF, SERVER).documents == 3
+
+
+def test_the_same_requests_are_counted_in_whatever_order_they_are_served():
+    requests = trace(100)
+    server = replace(SERVER, queue=40, reorder_window=32)
+    totals = replay(requests, PGDSF, server, warm_up=30)
+    assert totals.prompt_tokens == sum(each.prompt_tokens for each in requests[30:])
+    assert totals.prompt_tokens != replay(requests, PGDSF, server, warm_up=29).prompt_tokens
 
 
 def test_a_replay_decides_alike_every_time():
@@ -286,6 +295,7 @@ def test_reordering_finds_more_of_a_long_queue(capsys):
     assert main([*arguments, *policies, "--reorder", "--reorder-window", "16"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("60 in the queue, reordered within a window of 16")
+    assert lines[-1].endswith("To what is reordered it is no limit.")
     found = orjson.loads(last)
     rates = [found[label]["token_hit_rate"] for label in ("pgdsf", "pgdsf:reorder_window=0")]
     assert rates[0] > rates[1]
