@@ -233,7 +233,8 @@ def _field(
     where: str,
     default: object = None,
 ) -> Any:
-    value = fields.get(name, default)
+    # Some writers of JSON leave nothing out.
+    value = default if fields.get(name) is None else fields[name]
     if value is None:
         raise TraceError(f"{where}.{name} is missing")
     if not isinstance(value, kind) or isinstance(value, bool):

@@ -56,12 +56,23 @@ def test_blank_lines_and_fields_with_defaults_may_be_missing(tmp_path: Path) -> 
     assert read_trace(path) == [TraceRequest(1.0, (TraceDocument("a", "", 0, 4),), 9)]
 
 
+def test_a_field_that_may_be_missing_may_be_null(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"arrival_s": 1, "prompt_tokens": 9, "output_tokens": null, "namespace": null, '
+        '"shared_tokens": null, "shared_namespace": null, '
+        '"documents": [{"id": "a", "version": null, "start": 0, "end": 4}]}\n'
+    )
+    assert read_trace(path) == [TraceRequest(1.0, (TraceDocument("a", "", 0, 4),), 9)]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "not a JSON object"),
         ("[1]", r"\[1\] is not a JSON object"),
         ('{"arrival_s": 0, "documents": []}', "prompt_tokens is missing"),
+        ('{"arrival_s": 0, "documents": null, "prompt_tokens": 1}', "documents is missing"),
         ('{"arrival_s": 0, "documents": [], "prompt_tokens": true}', "prompt_tokens=True"),
         ('{"arrival_s": 0, "documents": [], "prompt_tokens": -1}', "must not be negative"),
         ('{"arrival_s": "0", "documents": [], "prompt_tokens": 1}', "arrival_s='0'"),
