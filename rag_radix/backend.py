@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from hashlib import sha256
+from importlib.metadata import version
 from typing import Any
 
 from rag_radix import door, scheduler_hooks
@@ -14,13 +15,16 @@ from rag_radix.cost_model import PrefillCostTable, default_cost_table
 from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
 from rag_radix.knowledge_tree import KnowledgeTree
 from rag_radix.profile.file import profile_mismatch
+from rag_radix.profile.server import Conditions
 from rag_radix.recording import TraceRecorder
 from rag_radix.settings import parse_settings, policy_name, served
 from rag_radix.sglang_compat import (
     ComponentType,
+    accelerator_name,
     check_sglang,
     create_unified_radix_cache,
     device_bytes_per_token,
+    dtype_name,
     register_tree_core_backend,
     registered_tree_core_backends,
     use_verified_files,
@@ -59,18 +63,15 @@ def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
     tree = build_tree(ctx, policy, served(config))
     _log_start(tree, args)
     if config and "cost_table" in config and ctx.tp_rank == 0:
-        _warn_of_foreign_profile(config["cost_table"], args)
+        _warn_of_foreign_profile(config["cost_table"], ctx)
     return tree
 
 
-def _warn_of_foreign_profile(path: str, args: Any) -> None:
-    served = {
-        "model": args.model_path,
-        "tp_size": args.tp_size,
-        "attention_backend": args.attention_backend,
-        "page_size": args.page_size,
-    }
-    if (difference := profile_mismatch(path, served)) is not None:
+def _warn_of_foreign_profile(path: str, ctx: Any) -> None:
+    arguments = ctx.server_args.resolved_dict()
+    served = Conditions.of(arguments, accelerator_name(), version("sglang"))
+    dtype = partial(dtype_name, ctx.model_config)
+    if (difference := profile_mismatch(path, served, dtype)) is not None:
         logger.warning("%s", difference)
 
 

@@ -80,10 +80,12 @@ __all__ = [
     "UnifiedTreeCore",
     "UnifiedTreeNode",
     "abort_dispatched",
+    "accelerator_name",
     "check_sglang",
     "compute_node_hash_values",
     "create_unified_radix_cache",
     "device_bytes_per_token",
+    "dtype_name",
     "is_answered_with_error",
     "is_finished_unaborted",
     "rank_consensus",
@@ -241,6 +243,9 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "free_host_values": ("self", "host_values"),
         }.items()
     },
+    "sglang.srt.server_args:ServerArgs.resolved_dict": ("self",),
+    "sglang.srt.utils:get_device_name": ("device_id",),
+    "sglang.srt.configs.model_config:_get_and_verify_dtype": ("config", "dtype"),
 }
 
 
@@ -310,6 +315,21 @@ def device_bytes_per_token(tree: UnifiedRadixCache) -> int:
     pool = tree.token_to_kv_pool_allocator
     # The pool has one page more, which padded tokens write to.
     return int(total // (pool.size + pool.page_size))
+
+
+def accelerator_name() -> str | None:
+    """The accelerator's name as `/v1/loads` has it; None on a CPU."""
+    from sglang.srt.utils import get_device_name
+
+    name: str | None = get_device_name()
+    return name
+
+
+def dtype_name(model_config: Any, name: str) -> str:
+    """What a model is computed in with `--dtype`; for "auto" it is up to the model."""
+    from sglang.srt.configs.model_config import _get_and_verify_dtype
+
+    return str(_get_and_verify_dtype(model_config.hf_text_config, name)).removeprefix("torch.")
 
 
 def storage_directory(config: Any) -> str:

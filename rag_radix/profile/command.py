@@ -31,7 +31,7 @@ def add_profile_command(commands: Any) -> None:
         help="start a server for the time of the measurement; flags after -- are for "
         "`rag-radix serve`",
     )
-    parser.add_argument("-o", "--output", type=Path, default="profile.json", metavar="FILE")
+    parser.add_argument("-o", "--output", type=Path, default=Path("profile.json"), metavar="FILE")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="longest prompt (default: the context)"
     )
@@ -55,7 +55,7 @@ def _profile(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from rag_radix.launch import serving
-    from rag_radix.profile.file import Profile
+    from rag_radix.profile.file import Profile, check_writable
     from rag_radix.profile.grid import build_grid
     from rag_radix.profile.measure import measure
     from rag_radix.profile.plot import check_plotting, save_plot
@@ -69,8 +69,10 @@ def _profile(options: argparse.Namespace) -> None:
             f"{' '.join(options.server_flags)}: server flags go with --model-path, a server at "
             "--url has its own"
         )
+    check_writable("--output", options.output)
     if options.plot is not None:
         check_plotting()
+        check_writable("--plot", options.plot)
     with ExitStack() as stack:
         url = options.url
         if url is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -180,21 +180,54 @@ class Profile:
             raise ConfigError(f"the profile can't be written to {str(path)!r}: {error}") from error
 
 
-def profile_mismatch(path: str | Path, served: Mapping[str, object]) -> str | None:
+def check_writable(option: str, path: Path) -> None:
+    """Find out before a long measurement whether its result can be written.
+
+    Args:
+        option: Which names the file, such as "--output".
+        path: The file.
+
+    Raises:
+        ConfigError: It can't be.
+    """
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {str(path)!r} can't be written ({error.strerror}): give a file in a "
+            "writable folder"
+        ) from error
+    if is_new:
+        path.unlink()
+
+
+def profile_mismatch(
+    path: str | Path, served: Conditions, dtype: Callable[[str], str] = str
+) -> str | None:
     """Say how a cost table's origin differs from the server that uses it, or None.
 
     Args:
         path: File of a cost table that has been loaded. Tables that weren't written by
             `rag-radix profile` don't say what they were measured on, and match anything.
-        served: Any of the keys that a profile states (`model`, `tp_size`, `attention_backend`,
-            `dtype`, ...) with the server's values. Models are compared by the last part of
-            their paths.
+        served: The server's. Models are compared by the last part of their paths.
+        dtype: What the served model is computed in where SGLang is given this name, so that
+            "auto" may be one side's word for it.
     """
     profile = orjson.loads(Path(path).read_bytes())
+    meaning: dict[str, Callable[[str], str]] = {
+        "model": lambda path: Path(path).name,
+        "dtype": dtype,
+    }
+
+    def differ(name: str, value: Any) -> bool:
+        means = meaning.get(name, str)
+        return profile[name] != value and means(profile[name]) != means(value)
+
     different = [
         f"{name} {profile[name]}, not {value}"
-        for name, value in served.items()
-        if name in profile and _comparable(name, profile[name]) != _comparable(name, value)
+        for name, value in asdict(served).items()
+        if name in profile and differ(name, value)
     ]
     if not different:
         return None
@@ -202,7 +235,3 @@ def profile_mismatch(path: str | Path, served: Mapping[str, object]) -> str | No
         f"prefill-cost profile {str(path)!r} was measured with {'; '.join(different)}: "
         "measure this server with `rag-radix profile`"
     )
-
-
-def _comparable(name: str, value: object) -> object:
-    return Path(str(value)).name if name == "model" else value

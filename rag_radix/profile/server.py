@@ -6,7 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class Conditions:
     Attributes:
         model: Path or name the server was started with.
         device: Name of the accelerator, or "cpu".
+        attention_backend: Of prefills.
     """
 
     model: str
@@ -40,6 +41,26 @@ class Conditions:
     kv_cache_dtype: str
     tp_size: int
     chunked_prefill_tokens: int | None
+
+    @classmethod
+    def of(
+        cls, arguments: Mapping[str, Any], accelerator: str | None, sglang_version: str
+    ) -> Conditions:
+        """From SGLang's arguments with what it made of them, which `/server_info` has, too."""
+        chunk = arguments["chunked_prefill_size"]
+        return cls(
+            model=arguments["model_path"],
+            device=accelerator or arguments["device"],
+            sglang_version=sglang_version,
+            attention_backend=arguments["prefill_attention_backend"]
+            or arguments["attention_backend"],
+            page_size=arguments["page_size"],
+            dtype=arguments["dtype"],
+            quantization=arguments["quantization"],
+            kv_cache_dtype=arguments["kv_cache_dtype"],
+            tp_size=arguments["tp_size"],
+            chunked_prefill_tokens=chunk if chunk and chunk > 0 else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +111,7 @@ class ProfiledServer:
         """Read what is served and how."""
         info = self._call("/server_info")
         accelerator = self._call("/v1/loads?include=core")["accelerator"]
-        chunk = info["chunked_prefill_size"]
-        conditions = Conditions(
-            model=info["model_path"],
-            device=accelerator or info["device"],
-            sglang_version=info["version"],
-            attention_backend=info["prefill_attention_backend"] or info["attention_backend"],
-            page_size=info["page_size"],
-            dtype=info["dtype"],
-            quantization=info["quantization"],
-            kv_cache_dtype=info["kv_cache_dtype"],
-            tp_size=info["tp_size"],
-            chunked_prefill_tokens=chunk if chunk and chunk > 0 else None,
-        )
+        conditions = Conditions.of(info, accelerator, info["version"])
         # SGLang refuses prompts of `max_req_input_len` and more.
         capacity = Capacity(
             prompt_tokens=info["max_req_input_len"] - 1,

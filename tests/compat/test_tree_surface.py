@@ -8,6 +8,7 @@ import inspect
 import pickle
 import re
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from rag_radix.component import KnowledgeComponent
 from rag_radix.errors import IncompatibleSGLangError
 from rag_radix.knowledge_tree import KnowledgeTree
 from rag_radix.node import DocumentNode
+from rag_radix.profile.server import Conditions
 from rag_radix.tree_core import KnowledgeTreeCore
 
 
@@ -145,6 +147,21 @@ def test_calls_and_replies_can_be_read_once_their_types_are_known() -> None:
     assert pickle.loads(pickle.dumps(call)) == call  # as ranks are sent it
     reply = rpc.RagReply(number=1, body=b"null", error="why")
     assert io_struct.msgpack_decode(io_struct.msgpack_encode(reply)) == reply
+
+
+def test_a_dtype_has_one_name_whatever_it_was_asked_for_by() -> None:
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(dtype="bfloat16"))
+    asked = ("auto", "bfloat16", "half", "float32")
+    named = [sglang_compat.dtype_name(model, name) for name in asked]
+    assert named == ["bfloat16", "bfloat16", "float16", "float32"]
+
+
+def test_a_profiled_server_states_what_a_profile_holds_for() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path="dummy", page_size=16, prefill_attention_backend="flashinfer")
+    conditions = Conditions.of(args.resolved_dict(), sglang_compat.accelerator_name(), "0.5.23")
+    assert (conditions.page_size, conditions.attention_backend) == (16, "flashinfer")
 
 
 def test_a_copy_in_flight_says_what_it_locks() -> None:

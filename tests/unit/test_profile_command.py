@@ -38,6 +38,8 @@ def test_the_longest_prompt_can_be_bounded(tmp_path):
         (["--repeats", "0"], "--repeats 0"),
         (["--max-tokens", "20"], "--max-tokens of at least"),
         (["--", "--dtype", "float32"], "--dtype float32: server flags go with --model-path"),
+        (["-o", "nowhere/p.json"], "--output 'nowhere/p.json' can't be written (No such file"),
+        (["-o", "/"], "--output '/' can't be written (Is a directory)"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_runs(arguments, message, capsys):
@@ -46,6 +48,17 @@ def test_what_cannot_be_done_is_said_before_anything_runs(arguments, message, ca
         assert main(["profile", "--url", url, *arguments]) == 2
     assert message in capsys.readouterr().err
     assert fake.prompts == []
+
+
+def test_a_plot_is_tried_out_first_and_leaves_no_file(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    fake, output = FakeSGLang(), tmp_path / "profile.json"
+    with fake.serving() as url:
+        plot = tmp_path / "nowhere" / "profile.png"
+        assert main(["profile", "--url", url, "-o", str(output), "--plot", str(plot)]) == 2
+    assert f"--plot '{plot}' can't be written" in capsys.readouterr().err
+    assert fake.prompts == []
+    assert not output.exists()
 
 
 def test_a_plot_without_matplotlib_is_refused_first(monkeypatch, capsys):

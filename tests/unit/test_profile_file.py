@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
 import orjson
 import pytest
 
@@ -130,17 +134,77 @@ class TestMismatch:
 
     @pytest.mark.parametrize("model", ["Org/Model-7B", "/models/Model-7B", "Model-7B/"])
     def test_the_same_model_elsewhere_matches(self, path, model):
-        assert profile_mismatch(path, {"model": model, "tp_size": 2}) is None
+        assert profile_mismatch(path, replace(CONDITIONS, model=model)) is None
 
     def test_what_differs_is_named_with_both_values(self, path):
-        message = profile_mismatch(path, {"model": "Org/Model-1B", "tp_size": 4})
-        for part in (str(path), "model Org/Model-7B, not Org/Model-1B", "tp_size 2, not 4"):
+        served = replace(CONDITIONS, model="Org/Model-1B", kv_cache_dtype="fp8_e4m3", tp_size=4)
+        message = profile_mismatch(path, served)
+        for part in (
+            f"{str(path)!r} was measured with model Org/Model-7B, not Org/Model-1B; ",
+            "kv_cache_dtype auto, not fp8_e4m3; tp_size 2, not 4: measure",
+        ):
             assert part in message
+
+    def test_another_word_for_the_same_dtype_matches(self, path):
+        names = {"auto": "bfloat16"}
+
+        def mismatch(dtype):
+            served = replace(CONDITIONS, dtype=dtype)
+            return profile_mismatch(path, served, lambda name: names.get(name, name))
+
+        assert mismatch("auto") is mismatch("bfloat16") is None
+        assert "dtype auto, not float32" in mismatch("float32")
 
     def test_a_plain_table_matches_anything(self, tmp_path):
         path = tmp_path / "cost.json"
         path.write_bytes(b'{"cached_tokens": [0, 1], "new_tokens": [1, 2], "seconds": [[1, 1]]}')
-        assert profile_mismatch(path, {"model": "Org/Model-1B"}) is None
+        assert profile_mismatch(path, CONDITIONS) is None
+
+
+class TestServerWithAForeignProfile:
+    """What the start says of a profile; arguments as SGLang resolved them."""
+
+    ARGUMENTS: ClassVar = {
+        "model_path": "Org/Model-7B",
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "prefill_attention_backend": "flashinfer",
+        "page_size": 1,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "kv_cache_dtype": "auto",
+        "tp_size": 2,
+        "chunked_prefill_size": 4096,
+    }
+
+    @pytest.fixture
+    def warned(self, tmp_path, monkeypatch, caplog):
+        from rag_radix import backend
+
+        monkeypatch.setattr(backend, "accelerator_name", lambda: "Card")
+        monkeypatch.setattr(backend, "version", lambda name: "0.5.23")
+        profile().save(tmp_path / "profile.json")
+        config = SimpleNamespace(dtype="bfloat16")
+
+        def warned(**arguments):
+            args = SimpleNamespace(resolved_dict=lambda: self.ARGUMENTS | arguments)
+            ctx = SimpleNamespace(
+                server_args=args, model_config=SimpleNamespace(hf_text_config=config)
+            )
+            backend._warn_of_foreign_profile(str(tmp_path / "profile.json"), ctx)
+            return caplog.text
+
+        return warned
+
+    def test_one_of_the_same_kind_of_server_is_used_in_silence(self, warned):
+        assert warned() == ""
+
+    def test_the_backend_of_prefills_counts(self, warned):
+        said = warned(prefill_attention_backend=None)
+        assert "measured with attention_backend flashinfer, not torch_native: measure" in said
+
+    def test_another_precision_is_warned_of(self, warned):
+        assert "measured with dtype auto, not float32: measure" in warned(dtype="float32")
 
 
 def test_the_plot_is_a_png(tmp_path):
