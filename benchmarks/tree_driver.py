@@ -17,7 +17,7 @@ from tree_workload import Prompt
 
 from rag_radix.backend import build_tree
 from rag_radix.history import HALF_LIVES, PathHistory, Topic
-from rag_radix.sglang_compat import create_unified_radix_cache
+from rag_radix.sglang_compat import create_unified_radix_cache, using_all_memory
 
 KNOWLEDGE = "knowledge"
 STOCK_CORES = {"stock-python": "python", "stock-rust": "rust"}
@@ -78,15 +78,18 @@ def server_arguments(device_tokens: int, host_tokens: int) -> Iterator[Any]:
     from rag_radix.cpu_platform import install_host_tier_shims
 
     install_host_tier_shims()
-    with get_context().override_server_args(
-        page_size=1,
-        enable_hierarchical_cache=True,
-        hicache_ratio=host_tokens / device_tokens,
-        hicache_write_policy="write_back",
-        hicache_io_backend="direct",
-        hicache_mem_layout="layer_first",
-        hicache_host_memory_fraction=None,
-    ) as arguments:
+    with (
+        using_all_memory(),
+        get_context().override_server_args(
+            page_size=1,
+            enable_hierarchical_cache=True,
+            hicache_ratio=host_tokens / device_tokens,
+            hicache_write_policy="write_back",
+            hicache_io_backend="direct",
+            hicache_mem_layout="layer_first",
+            hicache_host_memory_fraction=None,
+        ) as arguments,
+    ):
         yield arguments
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -96,6 +97,7 @@ __all__ = [
     "surface_problems",
     "time_counter",
     "use_verified_files",
+    "using_all_memory",
 ]
 
 SGLANG_VERSION = "0.5.23"
@@ -243,6 +245,8 @@ _SURFACE: dict[str, tuple[str, ...]] = {
             "free_host_values": ("self", "host_values"),
         }.items()
     },
+    "sglang.srt.mem_cache.host_memory:available_host_memory_bytes": ("allow_cgroup_fallback",),
+    "sglang.srt.mem_cache.pool_host.base:host_memory_budget_scope": ("budget_bytes",),
     "sglang.srt.server_args:ServerArgs.resolved_dict": ("self",),
     "sglang.srt.utils:get_device_name": ("device_id",),
     "sglang.srt.configs.model_config:_get_and_verify_dtype": ("config", "dtype"),
@@ -330,6 +334,17 @@ def dtype_name(model_config: Any, name: str) -> str:
     from sglang.srt.configs.model_config import _get_and_verify_dtype
 
     return str(_get_and_verify_dtype(model_config.hf_text_config, name)).removeprefix("torch.")
+
+
+@contextmanager
+def using_all_memory() -> Iterator[None]:
+    """Let host pools take all memory that is available, for those that take a few MiB: SGLang
+    leaves 10 GiB of it alone, and refuses to build any pool where there is less."""
+    from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+    from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+
+    with host_memory_budget_scope(available_host_memory_bytes(allow_cgroup_fallback=True)):
+        yield
 
 
 def storage_directory(config: Any) -> str:

@@ -48,6 +48,7 @@ def replay_context(
     from sglang.srt.runtime_context import get_context
 
     from rag_radix import cpu_platform
+    from rag_radix.sglang_compat import using_all_memory
 
     cpu_platform.install_host_tier_shims()
     flags: dict[str, Any] = {
@@ -61,7 +62,7 @@ def replay_context(
         "hicache_host_memory_fraction": None,
         "hicache_write_policy": "write_back",
     }
-    with get_context().override_server_args(**flags) as server_args:
+    with using_all_memory(), get_context().override_server_args(**flags) as server_args:
         kv = MHATokenToKVPool(
             device_tokens,
             page_size,

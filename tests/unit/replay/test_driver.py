@@ -6,8 +6,10 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from rag_radix.errors import ConfigError
@@ -117,6 +119,13 @@ def test_what_left_the_device_is_loaded_back_from_host():
         again = it.serve(request("a", tokens=160))
         assert again.document_hit_tokens == 160
         assert again.host_hit_tokens >= 160
+
+
+def test_little_memory_is_enough(monkeypatch):
+    available = SimpleNamespace(available=8 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    with replayer(device=512, host=4096) as it:
+        assert it.tree.cache_controller.mem_pool_host.size == 4096 // 16
 
 
 def test_a_request_longer_than_the_device_tier_is_refused():
