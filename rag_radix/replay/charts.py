@@ -82,7 +82,8 @@ def plot_plan(
     savings.plot(knee.host_tokens * gib, 100 * knee.saved_share, "k*", markersize=15, label="knee")
     rates.plot(knee.host_tokens * gib, 100 * knee.token_hit_rate, "k*", markersize=15)
     sizes = sorted({cell.host_tokens * gib for cell in cells} - {0})
-    for axis, title in ((rates, "token hit rate, %"), (savings, "prefill time saved, %")):
+    titles = ("token hit rate of documents, %", "prefill time saved, %")
+    for axis, title in zip((rates, savings), titles, strict=True):
         axis.set_title(title)
         axis.set_xlabel("host memory, GiB")
         axis.set_ylim(bottom=0)

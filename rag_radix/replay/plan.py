@@ -9,7 +9,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
 from rag_radix.errors import ConfigError
@@ -254,55 +253,27 @@ def _host_tokens(gib: float, kv_bytes_per_token: int) -> int:
 
 
 def table(cells: Sequence[PlanCell], server: ReplayServer) -> str:
-    """Hit rate and saved prefill time, GPU sizes down, host sizes across, the knee marked."""
+    """Hit rates and saved prefill time, GPU sizes down, host sizes across, the knee marked."""
     best = knee(cells)
     host_sizes = sorted({cell.host_tokens for cell in cells})
     device_sizes = sorted({cell.device_tokens for cell in cells})
     by_size = {(cell.device_tokens, cell.host_tokens): cell for cell in cells}
-    heads = "".join(f"{host_gib(tokens, server):>12} GiB" for tokens in host_sizes)
-    lines = ["token hit rate / prefill time saved", f"{'GPU tokens':>14}  host{heads}"]
+    heads = "".join(f"{host_gib(tokens, server):>16} GiB" for tokens in host_sizes)
+    lines = [
+        "%: token hit rate of documents / of whole prompts, which a server reports / prefill time "
+        "saved",
+        f"{'GPU tokens':>14}  host{heads}",
+    ]
     for device_tokens in device_sizes:
         line = f"{device_tokens:>14}      "
         for host_tokens in host_sizes:
             cell = by_size[device_tokens, host_tokens]
             mark = "*" if cell is best else ""
-            line += f"{mark}{cell.token_hit_rate:.1%} / {cell.saved_share:.1%}".rjust(16)
+            shares = (cell.token_hit_rate, cell.prompt_hit_rate, cell.saved_share)
+            line += (mark + " / ".join(f"{100 * share:.1f}" for share in shares)).rjust(20)
         lines.append(line)
     lines.append(
         f"* knee: --gpu-tokens {best.device_tokens} ({_gib(best.device_tokens, server):,.1f} GiB) "
         f"--host-gib {host_gib(best.host_tokens, server)}; beyond it, more memory pays less."
     )
     return "\n".join(lines)
-
-
-def hits_by_memory(
-    requests: Sequence[TraceRequest],
-    variant: PolicyVariant,
-    server: ReplayServer,
-    shares: Sequence[float],
-    *,
-    warm_up: int = 0,
-) -> list[float]:
-    """Hits with so much of the memory that would hold everything, by the hits with all of it.
-
-    Both tiers together have the memory; the device tier has a tenth of it, or as much as the
-    longest request needs.
-
-    Args:
-        requests: The trace.
-        variant: The policy.
-        server: Costs; its sizes aren't used.
-        shares: Shares of the memory, up to 1.
-        warm_up: Requests that aren't counted.
-    """
-    longest = max(request.prompt_tokens + request.output_tokens for request in requests)
-    # Questions and outputs pass through, too.
-    everything = footprint_tokens(requests) + 2 * longest
-    hits = []
-    for share in (*shares, 1.0):
-        memory = int(share * everything)
-        device = min(max(memory // 10, 2 * longest), memory)
-        sized = replace(server, device_tokens=device, host_tokens=memory - device)
-        totals = replay(requests, variant, sized, warm_up=warm_up)
-        hits.append(totals.document_hit_tokens)
-    return [float(each) for each in np.array(hits[:-1]) / max(hits[-1], 1)]
