@@ -81,6 +81,8 @@ class TrialResult:
         scheduling_s: CPU time that it took to choose batches meanwhile, where it tells.
         moved: Bytes copied to host (`out`) and back (`in`) meanwhile; None without a host tier.
         tree: Its `/rag/stats` at the end.
+        evicted_tokens: That left each tier meanwhile, by the tier's name; None where the server
+            doesn't count them.
     """
 
     run: Run
@@ -89,16 +91,23 @@ class TrialResult:
     scheduling_s: float | None = None
     moved: Mapping[str, int] | None = None
     tree: Mapping[str, Any] | None = None
+    evicted_tokens: Mapping[str, int] | None = None
 
     @classmethod
     def of(cls, run: Run, facts: ServerFacts, before: Counters, after: Counters) -> TrialResult:
         """A run with what a server counted during it."""
-        scheduling_s, moved = None, None
+        scheduling_s, moved, evicted = None, None, None
         if before.scheduling_s is not None and after.scheduling_s is not None:
             scheduling_s = after.scheduling_s - before.scheduling_s
         if before.moved_bytes is not None and after.moved_bytes is not None:
             moved = {way: after.moved_bytes[way] - before.moved_bytes[way] for way in ("out", "in")}
-        return cls(run, facts, commit(), scheduling_s, moved, after.tree)
+        if before.tree is not None and after.tree is not None:
+            evicted = {
+                tier: after.tree[tier]["evicted_tokens"] - before.tree[tier]["evicted_tokens"]
+                for tier in ("device", "host")
+                if after.tree[tier] is not None
+            }
+        return cls(run, facts, commit(), scheduling_s, moved, after.tree, evicted)
 
 
 class TrialStore:
@@ -157,4 +166,5 @@ def _parse(fields: dict[str, Any]) -> TrialResult:
         scheduling_s=fields["scheduling_s"],
         moved=fields["moved"],
         tree=fields["tree"],
+        evicted_tokens=fields.get("evicted_tokens"),
     )

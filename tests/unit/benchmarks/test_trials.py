@@ -73,14 +73,27 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
         TrialStore(tmp_path / "missing" / "runs.jsonl")
 
 
+def tree_that_evicted(device_tokens, host_tokens):
+    tiers = {"device": device_tokens, "host": host_tokens}
+    return {tier: {"evicted_tokens": tokens} for tier, tokens in tiers.items()}
+
+
 def test_what_a_server_counted_during_a_run_is_a_difference():
-    before = Counters(1.5, {"out": 100, "in": 10}, {"policy": "pgdsf"})
-    after = Counters(1.75, {"out": 300, "in": 10}, {"policy": "pgdsf"})
+    before = Counters(1.5, {"out": 100, "in": 10}, tree_that_evicted(20, 3))
+    after = Counters(1.75, {"out": 300, "in": 10}, tree_that_evicted(50, 3))
     known = result_of(LRU, 0.25)
     result = TrialResult.of(known.run, known.facts, before, after)
     assert result.scheduling_s == pytest.approx(0.25)
     assert result.moved == {"out": 200, "in": 0}
     assert result.tree == after.tree
+    assert result.evicted_tokens == {"device": 30, "host": 0}
+
+
+def test_a_tree_without_a_host_tier_evicts_from_none():
+    known = result_of(LRU, 0.25)
+    counters = Counters(None, None, {**tree_that_evicted(20, 0), "host": None})
+    result = TrialResult.of(known.run, known.facts, counters, counters)
+    assert result.evicted_tokens == {"device": 0}
 
 
 def test_a_server_that_counts_nothing_has_no_differences():
