@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_radix_benchmarks.charts import draw
+from rag_radix_benchmarks.limits import memory_words
 from rag_radix_benchmarks.tables import (
     CACHE,
     RATIOS,
@@ -60,6 +61,7 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
         f"{bound['document_hit_rate']:.1%} of the tokens in documents, or saves more than "
         f"{bound['saved_share']:.1%} of the prefill time. `of bound` is an arm's part of that."
     )
+    yield memory_words(bound)
     for arm, answers in report["answers"].items():
         yield (
             f"{answers['different']} of {answers['compared']} answers of {arm} differ from those "

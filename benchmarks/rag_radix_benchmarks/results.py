@@ -54,6 +54,7 @@ class Cell:
             "share_of_bound": limits.share_reached(runs),
             "scheduling_s": self._scheduling_s(requests),
             "moved_bytes": self._moved(requests),
+            "evicted_tokens": self._evicted(requests),
             "search_not_overlapped_s": _mean_search_s(outcomes),
             "client_late_share": late_share(runs),
         }
@@ -69,6 +70,13 @@ class Cell:
         if any(each is None for each in moved):
             return None
         return {way: sum(each[way] for each in moved if each) / requests for way in ("out", "in")}
+
+    def _evicted(self, requests: int) -> dict[str, float] | None:
+        evicted = [result.evicted_tokens for result in self.results]
+        if any(each is None for each in evicted):
+            return None
+        tiers = evicted[0] or {}
+        return {tier: sum(each[tier] for each in evicted if each) / requests for tier in tiers}
 
 
 def _mean_search_s(outcomes: Sequence[Outcome]) -> float | None:
@@ -196,10 +204,7 @@ class Comparison:
                 }
                 for load, cells in self.cells.items()
             },
-            "bound": {
-                "document_hit_rate": self.limits.document_hit_rate,
-                "saved_share": self.limits.saved_share,
-            },
+            "bound": self.limits.as_json(),
             "answers": {arm: asdict(each) for arm, each in answers.items()},
             "commits": commits(self.cells),
             "client_kept_up": late <= LATE_SHARE_LIMIT,

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rag_radix_benchmarks.limits import memory_words
 from rag_radix_benchmarks.readings import MEANINGS, reading, summary
 from rag_radix_benchmarks.study_charts import draw_part
 from rag_radix_benchmarks.study_file import Part, Study
@@ -54,7 +55,7 @@ def _head(study: Study, measured: Mapping[str, Sequence[Measured]]) -> Iterator[
         "prefill time that a clairvoyant cache could save which an arm saves, by a model of that "
         "time; *prefill, modelled* is the arm's by the reference's, *at most* the arm's by the "
         "bound's, and *of what was left* the part that the reference saves of what the bound "
-        "could still save the arm."
+        "could still save the arm. MiB moved and tokens evicted are a request's."
     )
     reports = [each.report for of_part in measured.values() for each in of_part]
     if reports:
@@ -203,6 +204,8 @@ def _remarks(measured: Measured) -> Iterator[str]:
         f"The bound finds {bound['document_hit_rate']:.1%} of the tokens in documents and saves "
         f"{bound['saved_share']:.1%} of the prefill time."
     ]
+    if "unlimited" in bound:  # results of earlier versions lack it
+        words.append(memory_words(bound))
     for arm, answers in report["answers"].items():
         if answers["compared"]:
             words.append(

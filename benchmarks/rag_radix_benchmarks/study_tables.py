@@ -9,11 +9,12 @@ from typing import Any
 from rag_radix_benchmarks import host_memory
 from rag_radix_benchmarks.readings import never_worse, prefill_ratios, reading
 from rag_radix_benchmarks.study_results import Measured
-from rag_radix_benchmarks.tables import THROUGHPUT, ratio_text, throughput_rows
+from rag_radix_benchmarks.tables import THROUGHPUT, evicted_text, ratio_text, throughput_rows
 
 ARMS = [
     *("arm", "TTFT mean, s", "p90", "tokens found", "documents found", "of bound"),
-    *("MiB out", "MiB in", "scheduling, ms", "search not overlapped, ms"),
+    *("MiB out", "MiB in", "evicted, device", "evicted, host"),
+    *("scheduling, ms", "search not overlapped, ms"),
 ]
 RATIOS = [
     *("arm ÷ reference", "mean TTFT", "reference is", "p90 TTFT"),
@@ -76,6 +77,7 @@ def _arm(arm: str, figures: Mapping[str, Any]) -> list[str]:
         _text(figures["share_of_bound"], "{:.2f}"),
         _text(moved and moved["out"], "{:.2f}", 2**-20),
         _text(moved and moved["in"], "{:.2f}", 2**-20),
+        *(evicted_text(figures, tier) for tier in ("device", "host")),
         _text(figures["scheduling_s"], "{:.2f}", 1e3),
         _text(search_s, "{:.1f}", 1e3),
     ]

@@ -14,7 +14,7 @@ TIMES = [
 ]
 CACHE = [
     *("arm", "tokens found", "on device", "on host", "in documents", "documents found"),
-    *("recomputed", "of bound", "MiB out", "MiB in"),
+    *("recomputed", "of bound", "MiB out", "MiB in", "evicted, device", "evicted, host"),
 ]
 THROUGHPUT = ["arm", "requests/s", "limit s", "reference ÷ arm"]
 RATIOS = ["arm ÷ reference", "mean TTFT", "p50", "p90", "p99", "mean latency"]
@@ -46,7 +46,7 @@ def cache_rows(by_arm: Mapping[str, Any]) -> Rows:
     """One row an arm, in the columns of `CACHE`.
 
     The first four rates are of all tokens of the prompts, `documents found` of all documents, as
-    a whole; tokens computed again and bytes moved are a request's.
+    a whole; tokens computed again, bytes moved and tokens evicted are a request's.
     """
     return [
         [
@@ -58,6 +58,7 @@ def cache_rows(by_arm: Mapping[str, Any]) -> Rows:
                 _text(figures["moved_bytes"] and figures["moved_bytes"][way], "{:.2f}", 2**-20)
                 for way in ("out", "in")
             ),
+            *(evicted_text(figures, tier) for tier in ("device", "host")),
         ]
         for arm, figures in by_arm.items()
     ]
@@ -71,6 +72,13 @@ _RATES = (
 
 def _text(value: float | None, form: str, unit: float = 1.0) -> str:
     return "-" if value is None else form.format(value * unit)
+
+
+def evicted_text(figures: Mapping[str, Any], tier: str) -> str:
+    """Tokens a request that left a tier; "-" where they weren't counted."""
+    # Results of earlier versions lack it.
+    evicted = figures.get("evicted_tokens") or {}
+    return _text(evicted.get(tier), "{:,.0f}")
 
 
 def throughput_rows(by_arm: Mapping[str, Any]) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from rag_radix_benchmarks.ab import is_precise
 from rag_radix_benchmarks.answers import agreement, check_same_model
 from rag_radix_benchmarks.arms import STOCK_ARMS
 from rag_radix_benchmarks.facts import WrongArmError
-from rag_radix_benchmarks.limits import Limits
+from rag_radix_benchmarks.limits import Limits, UsedText, memory_words
 from rag_radix_benchmarks.load import Outcome, Run
 from rag_radix_benchmarks.results import Cell, Comparison, documents_found
 from rag_radix_benchmarks.workload import Part
@@ -87,12 +88,66 @@ def served(hits):
 
 def test_the_bound_is_reached_by_a_cache_that_keeps_everything():
     limits = Limits.of(repeated_prompts(), SETUP, tokens)
-    assert limits.document_hit_rate == pytest.approx(200 / 640)
+    assert limits.as_json()["document_hit_rate"] == pytest.approx(200 / 640)
     # Without documents cached, the template's 10 tokens are.
     assert limits.saved_share == pytest.approx(200 / 600)
     assert limits.share_reached([served([10, 10, 110, 110])]) == pytest.approx(1)
     assert limits.share_reached([served([10, 10, 10, 10])]) == pytest.approx(0)
     assert limits.share_reached([served([10, 10, 110, 10])]) == pytest.approx(0.5)
+
+
+def test_the_bound_of_unlimited_memory_stands_beside_that_of_the_tiers():
+    # Each document is 100 tokens long, so that a tier of 150 keeps one of both.
+    small = replace(SETUP, device_tokens=100, host_tokens=50)
+    bound = Limits.of(repeated_prompts(), small, tokens).as_json()
+    assert bound["unlimited"]["saved_share"] == pytest.approx(200 / 600)
+    assert bound["unlimited"]["document_hit_rate"] == pytest.approx(200 / 640)
+    assert bound["saved_share"] == pytest.approx(150 / 600, abs=1e-3)
+    assert bound["tier_tokens"] == 150
+    # The template's 10 tokens once, two documents, four questions.
+    assert bound["used_tokens"] == {"documents": 200, "all": 410}
+
+
+@pytest.mark.parametrize(
+    ("tier_tokens", "said"),
+    [
+        (410, "hold all that a run used.*this run can't tell policies apart"),
+        (409, "hold all documents.*can't tell policies apart by which documents"),
+        (150, "at most 33.3% .* a run used 200 tokens of documents, both tiers hold 150\\.$"),
+    ],
+)
+def test_a_report_says_how_far_the_memory_was_a_limit(tier_tokens, said):
+    setup = replace(SETUP, device_tokens=100, host_tokens=tier_tokens - 100)
+    assert re.search(said, memory_words(Limits.of(repeated_prompts(), setup, tokens).as_json()))
+
+
+def test_documents_that_are_asked_for_once_need_no_memory():
+    once = TraceRequest(4.0, (TraceDocument("c", "", 10, 110),), 160)
+    (part,) = repeated_prompts()
+    setup = replace(SETUP, device_tokens=100, host_tokens=150)
+    limits = Limits.of([Part((), (*part.measured, once))], setup, tokens)
+    assert "enough for all that are asked for again" in memory_words(limits.as_json())
+
+
+def test_a_document_behind_another_text_is_used_twice():
+    first = TraceRequest(
+        0.0, (TraceDocument("a", "", 10, 40), TraceDocument("b", "", 50, 80)), 100, 5
+    )
+    second = TraceRequest(1.0, (TraceDocument("b", "", 10, 40),), 60)
+    # Of templates, 10 tokens at the start, shared, and 10 behind "a".
+    assert UsedText.of([first, first, second]) == UsedText(90, 90 + 20 + 25 + 25 + 20)
+
+
+def test_evicted_tokens_are_a_request_s_where_all_repeats_counted_them():
+    limits = Limits.of(PARTS, SETUP, tokens)
+    counted = [
+        replace(result_of(LRU, 1.0), evicted_tokens={"device": 30, "host": each})
+        for each in (0, 20)
+    ]
+    figures = Cell(tuple(counted)).figures(PARTS, limits)
+    assert figures["evicted_tokens"] == {"device": 6.0, "host": 2.0}
+    figures = Cell((counted[0], result_of(LRU, 1.0))).figures(PARTS, limits)
+    assert figures["evicted_tokens"] is None
 
 
 def test_a_share_of_nothing_is_none():
