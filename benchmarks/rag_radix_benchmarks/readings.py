@@ -19,6 +19,9 @@ MEANINGS = {
     ONCE: "no interval",
 }
 
+# CPU time of choosing batches that a request may take, as in the RAGCache paper.
+SCHEDULING_BAR_S = 1e-3
+
 # Shares of a bound are sums of times: what they differ by less is nothing.
 _ROUNDING = 1e-6
 
@@ -75,3 +78,22 @@ def prefill_ratios(
     if theirs < 1 - _ROUNDING:
         ratios["of_rest"] = (own - theirs) / (1 - theirs)
     return ratios
+
+
+def scheduling_words(by_arm: Mapping[str, Any]) -> str | None:
+    """Which arms keep the bar of scheduling at a load; None where no server told its time.
+
+    Args:
+        by_arm: Figures of the arms.
+    """
+    times = {arm: figures["scheduling_s"] for arm, figures in by_arm.items()}
+    known = {arm: seconds for arm, seconds in times.items() if seconds is not None}
+    if not known:
+        return None
+    over = [f"{arm} ({1e3 * each:.2f})" for arm, each in known.items() if each > SCHEDULING_BAR_S]
+    bar = f"the bar of {1e3 * SCHEDULING_BAR_S:g} ms of scheduling a request"
+    if not over:
+        return f"{bar} holds with every arm"
+    kept = [arm for arm, seconds in known.items() if seconds <= SCHEDULING_BAR_S]
+    holds = f"holds with {', '.join(kept)}, not" if kept else "doesn't hold"
+    return f"{bar} {holds} with {', '.join(over)}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from rag_radix_benchmarks.charts import draw
 from rag_radix_benchmarks.limits import memory_words
+from rag_radix_benchmarks.readings import scheduling_words
 from rag_radix_benchmarks.tables import (
     CACHE,
     RATIOS,
@@ -62,6 +63,9 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
         f"{bound['saved_share']:.1%} of the prefill time. `of bound` is an arm's part of that."
     )
     yield memory_words(bound)
+    for load, by_arm in report["loads"].items():
+        if (words := scheduling_words(by_arm)) is not None:
+            yield f"At {load} {words}."
     for arm, answers in report["answers"].items():
         yield (
             f"{answers['different']} of {answers['compared']} answers of {arm} differ from those "

@@ -62,6 +62,7 @@ class Part:
         steps: Measured one after the other.
         server_flags: Of all servers.
         asks_for: What the overview shows of its comparisons: "ttft" or "scheduling".
+        reason: Why its figures came out as they did, Markdown, written after measuring.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Part:
     steps: tuple[Step, ...]
     server_flags: tuple[str, ...]
     asks_for: str = "ttft"
+    reason: str | None = None
 
     def steps_of(self, quick: bool) -> tuple[Step, ...]:
         """Those that a version has."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_radix_benchmarks.limits import memory_words
-from rag_radix_benchmarks.readings import MEANINGS, reading, summary
+from rag_radix_benchmarks.readings import MEANINGS, reading, scheduling_words, summary
 from rag_radix_benchmarks.study_charts import draw_part
 from rag_radix_benchmarks.study_file import Part, Study
 from rag_radix_benchmarks.study_results import Measured, Results
@@ -154,7 +154,8 @@ def _scheduling(report: Mapping[str, Any]) -> Iterator[str]:
             for arm, figures in by_arm.items()
             if figures["scheduling_s"] is not None
         ]
-        yield f"{load}: {', '.join(times)} ms"
+        if times:
+            yield f"{load}: {', '.join(times)} ms; {scheduling_words(by_arm)}"
 
 
 def _policies(report: Mapping[str, Any]) -> Iterator[str]:
@@ -193,6 +194,8 @@ def _section(
         yield f"{NOT_RUN.capitalize()}: {', '.join(missing)}."
     for chart in charts:
         yield f"![{part.title}]({chart})"
+    if part.reason is not None:
+        yield f"Why: {part.reason.strip()}"
 
 
 def _remarks(measured: Measured) -> Iterator[str]:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from rag_radix_benchmarks.readings import never_worse, prefill_ratios, reading, summary
+from rag_radix_benchmarks.readings import (
+    never_worse,
+    prefill_ratios,
+    reading,
+    scheduling_words,
+    summary,
+)
 
 
 def ratio(low, high):
@@ -49,3 +55,17 @@ def test_nothing_is_left_of_a_bound_that_is_reached(share):
     found = prefill_ratios({"share_of_bound": share}, {"share_of_bound": 1.0}, 0.4)
     assert found == pytest.approx({"reached": 1.0, "possible": 1.0})
     assert prefill_ratios({"share_of_bound": None}, {"share_of_bound": 1.0}, 0.4) is None
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        ({"a": None}, None),
+        ({"a": 0.0009, "b": None}, "the bar of 1 ms of scheduling a request holds with every arm"),
+        ({"a": 0.0009, "b": 0.0012}, "holds with a, not with b (1.20)"),
+        ({"b": 0.0012}, "doesn't hold with b (1.20)"),
+    ],
+)
+def test_scheduling_is_held_against_its_bar(times, words):
+    said = scheduling_words({arm: {"scheduling_s": each} for arm, each in times.items()})
+    assert said is None if words is None else said.endswith(words)

@@ -31,6 +31,7 @@ question = "What is gained?"
 paper = "Up to 3.5 times."
 options = "--arms stock-lru,knowledge-tree"
 server_flags = "--dtype float32"
+reason = "Half of it is noise."
 [[part.step]]
 name = "one"
 label = "k = 1"
@@ -99,6 +100,7 @@ def test_quick_options_win_and_may_leave_a_step_out(path):
     assert step.arguments(quick=True)[-4:] == ["--requests", "5", "--warm-up", "3"]
     assert "9" not in step.arguments(quick=True)
     assert part.server_flags == ("--dtype", "float32")
+    assert part.reason == "Half of it is noise."
 
 
 def test_the_last_of_options_that_exclude_each_other_is_kept():

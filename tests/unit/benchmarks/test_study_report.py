@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rag_radix_benchmarks.study_file import read_study
 from rag_radix_benchmarks.study_report import write_report
@@ -9,6 +11,11 @@ from rag_radix_benchmarks.study_results import Results
 from unit.benchmarks.comparison_data import example_report
 
 pytest.importorskip("matplotlib")
+
+ABOUT = {
+    "versions": {"sglang": "0.5.23"},
+    "hardware": {"cores": 2, "processor": "a processor", "memory_bytes": 2**34},
+}
 
 
 def spread(median):
@@ -47,10 +54,6 @@ def study():
 @pytest.fixture
 def text(study, tmp_path):
     """Of a main part in full, quick parts on speculation and scheduling, and nothing else."""
-    about = {
-        "versions": {"sglang": "0.5.23"},
-        "hardware": {"cores": 2, "processor": "a processor", "memory_bytes": 2**34},
-    }
     results = Results(tmp_path / "results")
     for name, report, quick in (
         ("main", example_report(), False),
@@ -58,7 +61,7 @@ def text(study, tmp_path):
         ("scheduling", scheduling_report(), True),
     ):
         part = study.part(name)
-        results.put(part, part.steps[0], quick, {**report, **about, "command": f"run {name}"})
+        results.put(part, part.steps[0], quick, {**report, **ABOUT, "command": f"run {name}"})
     write_report(study, results, tmp_path / "RESULTS.md")
     return (tmp_path / "RESULTS.md").read_text()
 
@@ -74,7 +77,8 @@ def test_every_part_stands_in_the_overview(study, text):
     assert extents == {"in full", "quick", "not run"}
     assert "`stock-lru` 2.00 (2.00..2.00), faster" in overview[0]
     (scheduling,) = (line for line in overview if "Scheduling time" in line)
-    assert "1 request/s: `stock-lru` 1.25 ms<br>2 requests/s: `stock-lru` 1.25 ms |" in scheduling
+    assert "1 request/s: `stock-lru` 1.25 ms; the bar of 1 ms" in scheduling
+    assert "doesn't hold with stock-lru (1.25)<br>2 requests/s: `stock-lru` 1.25 ms" in scheduling
     assert "remote, load 0.5: search 4.00 (2.00–8.00), TTFT 1.50 (0.75–3.00)" in text
 
 
@@ -92,6 +96,14 @@ def test_throughputs_commands_and_charts_are_in_the_part(text, tmp_path):
     for chart in ("main", "main-over-rate", "speculation"):
         assert f"](results/{chart}.png)" in text
         assert (tmp_path / "results" / f"{chart}.png").stat().st_size > 1000
+
+
+def test_a_part_gives_the_reason_of_its_figures(study, tmp_path):
+    part = replace(study.part("main"), reason="Half of it is *noise*.\n")
+    results = Results(tmp_path / "results")
+    results.put(part, part.steps[0], False, {**example_report(), **ABOUT, "command": "run"})
+    write_report(replace(study, parts={"main": part}), results, tmp_path / "RESULTS.md")
+    assert "\n\nWhy: Half of it is *noise*.\n" in (tmp_path / "RESULTS.md").read_text()
 
 
 def test_what_was_not_run_says_by_which_command_it_is(text):
