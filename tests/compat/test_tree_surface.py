@@ -246,5 +246,12 @@ def test_a_node_has_what_sglangs_own_begins_with():
     counted = {"id", "creation_time", "last_access_time"}
     for name in vars(theirs).keys() - counted:
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.id + 1 == theirs.id
     assert ours.creation_time < theirs.creation_time
+
+
+def test_ids_ascend_and_a_new_node_changes_no_class():
+    types = (sglang_compat.ComponentType.FULL,)
+    before = sglang_compat.UnifiedTreeNode.counter
+    first, second = DocumentNode(types, 0), DocumentNode(types, 0)
+    assert first.id < second.id
+    assert sglang_compat.UnifiedTreeNode.counter == before
