@@ -14,7 +14,7 @@ import numpy as np
 HALF_LIVES = (100.0, 3_000.0, 50_000.0)
 """In retrievals: about what a burst, a trend and a document's popularity last."""
 
-_DECAYS = np.exp2(-1 / np.array(HALF_LIVES))
+_DECAYS = tuple(2.0 ** (-1 / half_life) for half_life in HALF_LIVES)
 # Paths are used alike when they were used once or their topic about as often lately, counted
 # with the second half-life, and when they have a like share of its uses.
 _COUNT_ENDS = (2.5, 5.0)
@@ -64,11 +64,13 @@ class Topic:
         self.last_use = 0
         self.path_uses = [0] * _GROUPS
 
-    def record(self, now: int) -> None:
-        """Count a use at logical time `now`."""
-        self.counts = tuple(count + 1.0 for count in self.counts_at(now))
+    def record(self, now: int) -> tuple[float, ...]:
+        """Count a use at logical time `now`; return `counts`, decayed until then, without it."""
+        earlier = self.counts_at(now)
+        self.counts = tuple([count + 1.0 for count in earlier])
         self.uses += 1
         self.last_use = now
+        return earlier
 
     def counts_at(self, now: int) -> tuple[float, ...]:
         """`counts`, decayed until `now`."""
@@ -150,10 +152,10 @@ class ReuseModel:
     """
 
     def __init__(self) -> None:
-        shape = (_GROUPS, len(HALF_LIVES))
-        self._attributed = np.zeros(shape)
-        self._predicted = np.zeros(shape)
-        self._counts = np.zeros(shape)  # share x count of all paths, by group
+        # By group and half-life; so few numbers that NumPy would take longer.
+        self._attributed = _zeros()
+        self._predicted = _zeros()
+        self._counts = _zeros()  # share x count of all paths
         self._forget = 2.0 ** (-1 / _EVIDENCE_HALF_LIFE)
         self._published_at = 0
         self._publish(1)
@@ -161,40 +163,48 @@ class ReuseModel:
     def rate(self, history: PathHistory, age: int) -> float:
         """Uses per retrieval when the topic's last use is `age` retrievals ago, an age of which
         there are few."""
-        topic, rate = history.topic, 0.0
-        weights, decays = self.rates[history.group], _decays_until(age)
-        for weight, count, decay in zip(weights, topic.counts, decays, strict=True):
-            rate += weight * count * decay
+        topic = history.topic
+        # Written out, since this is asked dozens of times for a request.
+        weight0, weight1, weight2 = self.rates[history.group]
+        count0, count1, count2 = topic.counts
+        decay0, decay1, decay2 = _decays_until(age)
+        rate = weight0 * count0 * decay0 + weight1 * count1 * decay1 + weight2 * count2 * decay2
         return history.uses / topic.uses * rate
 
     def _publish(self, now: int) -> None:
-        prior = _PRIOR_USES / len(HALF_LIVES)
-        self._weights = (self._attributed + prior) / (self._predicted + _PRIOR_USES)
+        prior, scales = _PRIOR_USES / len(HALF_LIVES), self._scales(now)
         self.rates: list[tuple[float, ...]] = [
-            tuple(row) for row in (self._weights * self._scale(now)).tolist()
+            tuple(
+                (uses + prior) / (expected + _PRIOR_USES) * scale
+                for uses, expected, scale in zip(attributed, predicted, scales, strict=True)
+            )
+            for attributed, predicted in zip(self._attributed, self._predicted, strict=True)
         ]
         self._published_at = now
 
     @staticmethod
-    def _scale(now: int) -> np.ndarray:
-        """What makes a decayed count a share of all uses in the `now` retrievals so far."""
-        scale: np.ndarray = (1 - _DECAYS) / (1 - _DECAYS**now)
-        return scale
+    def _scales(now: int) -> list[float]:
+        """By half-life, what makes a decayed count a share of all uses in the `now` retrievals so
+        far."""
+        return [(1 - decay) / (1 - decay**now) for decay in _DECAYS]
 
     def advance(self, now: int) -> None:
         """Logical time moves on to `now`."""
-        self._counts *= _DECAYS
-        self._attributed *= self._forget
-        self._predicted *= self._forget
-        self._predicted += self._counts * self._scale(now)
+        forget, scales = self._forget, self._scales(now)
+        for counts, attributed, predicted in zip(
+            self._counts, self._attributed, self._predicted, strict=True
+        ):
+            for index, (decay, scale) in enumerate(zip(_DECAYS, scales, strict=True)):
+                counts[index] *= decay
+                attributed[index] *= forget
+                predicted[index] = predicted[index] * forget + counts[index] * scale
         # More often while there is little to go by.
         if now - self._published_at >= min(_PUBLISHED_EVERY, self._published_at):
             self._publish(now)
 
     def use_topic(self, topic: Topic, now: int) -> None:
         """Record a use of `topic`, of which its paths are expected to keep their shares."""
-        uses, counts = max(topic.uses, 1), topic.counts_at(now)
-        topic.record(now)
+        uses, counts = max(topic.uses, 1), topic.record(now)
         gained = [
             count / topic.uses - earlier / uses
             for count, earlier in zip(topic.counts, counts, strict=True)
@@ -230,7 +240,7 @@ class ReuseModel:
 
     def learned(self) -> list[list[list[float]]]:
         """What `learn_from` takes."""
-        return [self._attributed.tolist(), self._predicted.tolist()]
+        return [[[*row] for row in each] for each in (self._attributed, self._predicted)]
 
     def learn_from(self, learned: Sequence[Sequence[Sequence[float]]], now: int) -> None:
         """Go on with what an earlier server has `learned`, at logical time `now`.
@@ -239,10 +249,11 @@ class ReuseModel:
             ValueError: It isn't that.
         """
         attributed, predicted = (np.array(each, dtype=float) for each in learned)
+        shape = np.shape(self._attributed)
         for each in (attributed, predicted):
-            if each.shape != self._attributed.shape or not (np.isfinite(each) & (each >= 0)).all():
+            if each.shape != shape or not (np.isfinite(each) & (each >= 0)).all():
                 raise ValueError("the evidence isn't one of finite numbers by group and half-life")
-        self._attributed, self._predicted = attributed, predicted
+        self._attributed, self._predicted = attributed.tolist(), predicted.tolist()
         self._publish(max(now, 1))
 
     def _expect(self, history: PathHistory, now: int, sign: int) -> None:
@@ -252,8 +263,12 @@ class ReuseModel:
         _add(self._counts[history.group], sign * history.share, topic.counts_at(now))
 
 
-def _add(row: np.ndarray, factor: float, values: Iterable[float]) -> None:
-    """Add `factor` times `values`: of so few, NumPy would take three times as long."""
+def _zeros() -> list[list[float]]:
+    return [[0.0] * len(HALF_LIVES) for _ in range(_GROUPS)]
+
+
+def _add(row: list[float], factor: float, values: Iterable[float]) -> None:
+    """Add `factor` times `values`."""
     for index, value in enumerate(values):
         row[index] += factor * value
 

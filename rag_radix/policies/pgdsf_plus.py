@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,9 +10,9 @@ from typing import ClassVar
 from rag_radix.policies.base import Clock, Rank, ReplacementPolicy, TierName
 from rag_radix.statistics import NodeStatistics
 
-# A node is ranked as of the next age of a grid, 32 retrievals and what follows by sqrt(2), when
-# it is ranked again.
-_FIRST_AGE = 32
+# A node is ranked as of the next age of this grid, when it is ranked again: 32 retrievals and what
+# follows by sqrt(2), which 181 / 128 is within 0.02%.
+_AGES = [age for power in range(5, 63) for age in (1 << power, (181 << power) >> 7)]
 # What loading a token back costs, of what computing it costs.
 _LOAD_SHARE = 0.02
 # How much less than the node itself what it displaces must be worth: a copy isn't free, and
@@ -54,9 +55,10 @@ class PgdsfPlus(ReplacementPolicy):
         return Rank(value, value, clock.now + until - age)
 
     def foreseen(self, statistics: NodeStatistics, clock: Clock) -> float:
-        if statistics.history is None:
+        history = statistics.history
+        if history is None or not history.expected:
             return 0.0
-        return statistics.mean_cost_per_token_s * statistics.history.expected
+        return statistics.mean_cost_per_token_s * history.expected
 
     def admits(
         self,
@@ -77,9 +79,4 @@ class PgdsfPlus(ReplacementPolicy):
 
 def _until(age: int) -> int:
     """The smallest age of the grid above `age`."""
-    if age < _FIRST_AGE:
-        return _FIRST_AGE
-    doublings = (age // _FIRST_AGE).bit_length() - 1
-    low, high = _FIRST_AGE << doublings, _FIRST_AGE << (doublings + 1)
-    middle = (low * 181) >> 7  # 181 / 128 is sqrt(2), within 0.02%
-    return middle if age < middle else high
+    return _AGES[bisect_right(_AGES, age)]

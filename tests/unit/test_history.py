@@ -128,10 +128,10 @@ def test_the_table_forgets_what_was_used_longest_ago_and_expects_nothing_of_it()
     assert len(histories) == 2
     assert request(histories, 5, "a")[0].uses == 3
     assert request(histories, 6, "b")[0].uses == 1
-    assert histories.model._counts.sum() > 0
+    assert sum(map(sum, histories.model._counts)) > 0
     histories.clear()
     assert len(histories) == 0
-    assert histories.model._counts.sum() == 0
+    assert sum(map(sum, histories.model._counts)) == 0
 
 
 def test_a_path_that_comes_under_another_topic_begins_anew():
@@ -152,7 +152,7 @@ def used_topic(histories, now):
 def assert_counts_are_those_of(histories, live, now):
     for index in range(len(HALF_LIVES)):
         expected = sum(each.share * each.topic.counts_at(now)[index] for each in live)
-        assert histories.model._counts[:, index].sum() == pytest.approx(expected)
+        assert sum(row[index] for row in histories.model._counts) == pytest.approx(expected)
 
 
 def test_counts_of_all_paths_are_the_sum_of_theirs():
@@ -193,4 +193,4 @@ def test_a_forgotten_history_that_a_node_still_holds_is_not_subtracted_twice():
     histories.record_unnamed(held, Kind.TAIL, 4)
     assert held.uses == 2
     assert_counts_are_those_of(histories, [*histories._histories.values(), held], 4)
-    assert (histories.model._counts >= -1e-12).all()
+    assert min(map(min, histories.model._counts)) >= -1e-12

@@ -103,7 +103,7 @@ def test_a_server_goes_on_with_the_histories_of_the_one_before(tmp_path):
 def test_another_policy_needs_none_and_a_damaged_part_costs_only_itself(tmp_path, caplog):
     with server(tmp_path, policy="pgdsf-plus") as first:
         first.ask(prompt("a"))
-        first.tree.histories.model._attributed[0, 0] = -1.0
+        first.tree.histories.model._attributed[0][0] = -1.0
         first.stop()
     with server(tmp_path, policy="pgdsf") as second:
         assert len(second.tree.histories) == 0
