@@ -72,9 +72,10 @@ class KnowledgeComponent(FullComponent):
         """
         leaves, freed_by_leaves = self._choose_host_leaves(tokens)
         victims, freed = HostVictims(leaves=leaves), 0
-        while freed < tokens and (node := self.duplicates.pop()) is not None:
-            victims.duplicates.append(node)
-            freed += node.statistics.tokens
+        if self.policy.reclaims_duplicates:
+            while freed < tokens and (node := self.duplicates.pop()) is not None:
+                victims.duplicates.append(node)
+                freed += node.statistics.tokens
         if freed + freed_by_leaves >= tokens:
             return victims
         self.keep(victims)

@@ -41,8 +41,8 @@ class Holdings:
 
     def moved(self, node: DocumentNode, tier: TierName, is_there: bool) -> None:
         """`node` has come to `tier` or has left it."""
-        for occurrence in node.occurrences:
-            self._count(tier, occurrence.document, 1 if is_there else -1)
+        for document, _ in node.occurrences:
+            self._count(tier, document, 1 if is_there else -1)
 
     def named(self, node: DocumentNode, occurrence: Occurrence, by: int) -> None:
         """A document ends at `node` (1), or that is forgotten (-1)."""

@@ -67,9 +67,9 @@ class HostSlots:
         if (missing := promised - self.kept_tokens) > 0:
             self.keep([self._pool.alloc(missing)])
         self.kept_tokens -= promised
-        taken, rest = torch.cat(self._kept).split_with_sizes([promised, self.kept_tokens])
-        self._kept = [rest]
-        return taken
+        slots = torch.cat(self._kept)
+        self._kept = [slots[promised:]]
+        return slots[:promised]
 
     def give_back(self) -> None:
         """Return what wasn't needed to the pool, if anybody else asks it for slots."""

@@ -200,7 +200,7 @@ class KnowledgeTree(UnifiedRadixCache):
         core, kv = self.tree_core, req.kv
         above = core.root_node.id if req.lock is None else req.lock.node
         nodes = core.path_to(above)
-        start, end = sum(node.statistics.tokens for node in nodes), self.page_floor(up_to)
+        start, end = sum([node.statistics.tokens for node in nodes]), self.page_floor(up_to)
         if start >= end:
             return nodes
         key = self.key_of(req, req.full_untruncated_fill_ids, limit=end)
@@ -279,7 +279,7 @@ class KnowledgeTree(UnifiedRadixCache):
 
     @staticmethod
     def _with_ends(nodes: list[DocumentNode]) -> list[tuple[DocumentNode, int]]:
-        return list(zip(nodes, accumulate(node.statistics.tokens for node in nodes), strict=True))
+        return list(zip(nodes, accumulate([node.statistics.tokens for node in nodes]), strict=True))
 
     def _cut_and_name(
         self, retrieval: Retrieval, nodes: list[DocumentNode], req: Any

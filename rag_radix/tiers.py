@@ -79,9 +79,10 @@ class Tier:
         elif node.offered[self.name] == rank:
             return
         node.offered[self.name] = rank
-        heapq.heappush(self._heap, (rank.floor, node.id, node))
-        if rank.until != math.inf:
-            heapq.heappush(self._expiring, (rank.until, node.id, node))
+        _, floor, until = rank
+        heapq.heappush(self._heap, (floor, node.id, node))
+        if until != math.inf:
+            heapq.heappush(self._expiring, (until, node.id, node))
         if len(self._heap) > _STALE_ENTRIES_KEPT and len(self._heap) > 2 * self._live_at_rebuild:
             self._rebuild()
 

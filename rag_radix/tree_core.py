@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from rag_radix.namespaces import run_at
+from rag_radix.namespaces import child_key_at, run_at
 from rag_radix.node import DocumentNode, Occurrence
 from rag_radix.places import Places
 from rag_radix.sglang_compat import ComponentType, MatchResult, RadixKey, compute_node_hash_values
@@ -150,7 +150,7 @@ class KnowledgeTreeCore(TierMoves):
         actions = []
         while position < length:
             run = run_at(key, position)
-            child = node.children.get(run.child_key_at(position, page_size))
+            child = node.children.get(child_key_at(run, position, page_size))
             if child is None:
                 break
             matched = self._matched(child, run, position)
@@ -216,7 +216,7 @@ class KnowledgeTreeCore(TierMoves):
         found = Extension([], [], [])
         while first < length:
             run = run_at(key, first)
-            child = node.children.get(run.child_key_at(first, self.page_size))
+            child = node.children.get(child_key_at(run, first, self.page_size))
             if child is None:
                 break
             matched = self._matched(child, run, first)
@@ -245,7 +245,7 @@ class KnowledgeTreeCore(TierMoves):
         self, parent: DocumentNode, key: RadixKey, slots: torch.Tensor, session_id: str | None
     ) -> DocumentNode:
         """SGLang's `_add_new_node` and lock; its rank is up to who counts the request."""
-        self.observer.node_added(parent, child_key := key.child_key(self.page_size))
+        self.observer.node_added(parent, child_key := child_key_at(key, 0, self.page_size))
         node = self._new_node()
         node.parent, node.key = parent, key
         data = node.component_data[_FULL]
@@ -257,9 +257,8 @@ class KnowledgeTreeCore(TierMoves):
         statistics = node.statistics
         statistics.tokens = len(key)
         self.component_protected_size_[_FULL] += statistics.tokens
-        for tier in self._component.tiers:
-            if statistics.tokens > tier.clock.largest_tokens:
-                tier.clock.observe(statistics)
+        if self._uses_largest and statistics.tokens > self._component.device.clock.largest_tokens:
+            self._observe(node)
         if self.enable_storage:
             node.hash_value = compute_node_hash_values(node, self.page_size)
         self.kv_events.record_store(node, session_id=session_id)

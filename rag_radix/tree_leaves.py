@@ -12,6 +12,7 @@ from typing import Any
 
 from rag_radix.component import KnowledgeComponent
 from rag_radix.holdings import Holdings
+from rag_radix.namespaces import child_key_at
 from rag_radix.node import DocumentNode
 from rag_radix.policies.base import TierName
 from rag_radix.sglang_compat import (
@@ -37,6 +38,7 @@ class LeafTracking(UnifiedTreeCore):
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
         self._component: KnowledgeComponent = components[_FULL]
         self._reclaims_duplicates = self._component.policy.reclaims_duplicates
+        self._uses_largest = self._component.policy.uses_largest
         self.observer = TreeObserver()
         self.holdings = Holdings()
         super().__init__(params, components)
@@ -44,7 +46,12 @@ class LeafTracking(UnifiedTreeCore):
     # Candidates
 
     def _can_reclaim_full_host_duplicate(self, node: DocumentNode) -> bool:
-        return not node.keeps_host_copy and super()._can_reclaim_full_host_duplicate(node)
+        # Most nodes that are asked about have no copy there.
+        return (
+            node.component_data[_FULL].host_value is not None
+            and not node.keeps_host_copy
+            and super()._can_reclaim_full_host_duplicate(node)
+        )
 
     def is_reclaimable(self, node: DocumentNode) -> bool:
         """Whether the host copy of `node` can be given up because the device has its KV."""
@@ -53,12 +60,17 @@ class LeafTracking(UnifiedTreeCore):
     def rank(self, node: DocumentNode) -> None:
         """Rank `node` by its present statistics and clocks, in every tier; on host once it has
         a copy there."""
+        if self._uses_largest:
+            self._observe(node)
         on_host = node.backuped
         for tier in self._component.tiers:
-            tier.clock.observe(node.statistics)
             if on_host or tier.name is not TierName.HOST:
                 tier.rank(node)
         self.offer(node)
+
+    def _observe(self, node: DocumentNode) -> None:
+        for tier in self._component.tiers:
+            tier.clock.observe(node.statistics)
 
     def offer(self, node: DocumentNode) -> None:
         """Let `node` be a candidate at its present ranks wherever it may leave."""
@@ -114,7 +126,7 @@ class LeafTracking(UnifiedTreeCore):
 
     def _remove_leaf_from_parent(self, node: DocumentNode) -> None:
         parent = node.parent
-        del parent.children[node.key.child_key(self.page_size)]
+        del parent.children[child_key_at(node.key, 0, self.page_size)]
         parent.device_children -= node.on_device
         if node.on_device:
             self.holdings.moved(node, TierName.DEVICE, False)
@@ -194,7 +206,7 @@ class LeafTracking(UnifiedTreeCore):
             data.lock_ref -= 1
             if data.lock_ref == 0 and data.value is not None:
                 freed += above.statistics.tokens
-                if above.device_children == 0:
+                if above.device_children == 0 and above is not node:
                     self._update_evictable_leaf_sets(above)
             above = above.parent
         self._move_to_protected(-freed)

@@ -45,6 +45,7 @@ class Adaptive(ReplacementPolicy):
     beta: float = 0.3
     gamma: float = 0.2
     name: ClassVar[str] = "adaptive"
+    uses_largest: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for weight in fields(self):

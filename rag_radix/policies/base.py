@@ -28,8 +28,8 @@ class Clock:
     Attributes:
         now: Logical time: retrievals served so far.
         evicted: Highest priority evicted from the tier so far.
-        largest_frequency: Most retrievals of one node or document so far.
-        largest_tokens: Tokens of the largest node used so far.
+        largest_frequency: Most retrievals of one node or document so far, if the policy asks.
+        largest_tokens: Tokens of the largest node used so far, likewise.
         tier: The tier.
         reuse: What a node's history says about its next use.
         rescaled_at: When the frequency scale changes, or last changed.
@@ -95,6 +95,8 @@ class ReplacementPolicy(ABC):
     name: ClassVar[str]
     uses_history: ClassVar[bool] = False
     """Whether it reads `NodeStatistics.history`, which costs memory and a hash a prompt."""
+    uses_largest: ClassVar[bool] = False
+    """Whether it measures nodes by the largest, which the tiers' clocks keep track of for it."""
     reclaims_duplicates: ClassVar[bool] = False
     """Whether host copies of nodes that are on the device leave the host first, so that a
     node is copied again when it leaves the device after all; and whether a node's priority on

@@ -107,6 +107,16 @@ def test_an_unused_node_stays_above_its_floor_while_its_rank_holds(name, moment,
 
 
 @often
+@given(moment=moments(), other=others)
+def test_only_who_says_so_measures_a_node_by_the_largest(name, moment, other):
+    policy, (node, clock) = make_policy(name, {}), moment
+    before = policy.rank(node, clock)
+    clock.observe(other)
+    if not policy.uses_largest:
+        assert policy.rank(node, clock) == before
+
+
+@often
 @given(moment=moments())
 def test_a_use_never_lowers_a_node(name, moment):
     policy, (node, clock) = make_policy(name, {}), moment

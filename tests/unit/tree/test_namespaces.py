@@ -9,7 +9,8 @@ from tree_harness import harness
 from unit.tree.prompts import prompt
 
 from rag_radix.cached_prefix import CachedPrefix, PrefixTracker
-from rag_radix.namespaces import SaltedKey, prompt_key, run_at
+from rag_radix.namespaces import SaltedKey, child_key_at, prompt_key, run_at
+from rag_radix.sglang_compat import RadixKey
 from rag_radix.statistics import DocumentKey
 
 TOKENS, SPANS = prompt("public", "private")
@@ -141,3 +142,14 @@ def test_a_key_is_cut_where_its_salt_begins():
     assert (type(private) is SaltedKey, private.cache_salt) == (False, "a")
     plain = prompt_key(ids, "key", None, shared_tokens=4)
     assert run_at(plain, 0) is plain
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("is_bigram", [False, True])
+@pytest.mark.parametrize("extra_key", [None, "adapter"])
+@pytest.mark.parametrize("cache_salt", [None, "a"])
+def test_a_child_is_found_where_sglang_has_put_it(page_size, is_bigram, extra_key, cache_salt):
+    key = RadixKey(array("q", range(100, 120)), extra_key, is_bigram, cache_salt=cache_salt)
+    for position in (0, 8):
+        expected = key.child_key_at(position, page_size)
+        assert child_key_at(key, position, page_size) == expected
