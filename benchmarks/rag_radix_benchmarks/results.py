@@ -41,6 +41,7 @@ class Cell:
         return {
             "requests": requests,
             "ttft_s": distribution([outcome.ttft_s for outcome in outcomes]),
+            "mean_ttft_of_repeats_s": [COMPARED["mean_ttft"](run) for run in runs],
             "tpot_s": distribution(tpot_s) if tpot_s else None,
             "latency_s": distribution([outcome.latency_s for outcome in outcomes]),
             "requests_per_s": requests / math.fsum(run.seconds for run in runs),

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
             progress(f"{part.name}, {step.label}")
             report = _measured(part, step, options)
             results.put(part, step, options.quick, report)
-            for table in tables(Measured(step, report, options.quick)):
+            for table in tables(part, Measured(step, report, options.quick)):
                 print(f"{table.title}\n{plain(table.header, table.rows)}\n")
     if options.write is not None:
         write_report(study, results, options.write)

@@ -62,6 +62,8 @@ class Part:
         steps: Measured one after the other.
         server_flags: Of all servers.
         asks_for: What the overview shows of its comparisons: "ttft" or "scheduling".
+        ladder: Arms of which each has all of the one before it and something more, so that the
+            ratio of two neighbours is what that gains.
         reason: Why its figures came out as they did, Markdown, written after measuring.
     """
 
@@ -72,6 +74,7 @@ class Part:
     steps: tuple[Step, ...]
     server_flags: tuple[str, ...]
     asks_for: str = "ttft"
+    ladder: tuple[str, ...] = ()
     reason: str | None = None
 
     def steps_of(self, quick: bool) -> tuple[Step, ...]:
@@ -177,7 +180,8 @@ def _part(fields: dict[str, Any], common: tuple[str, ...], common_quick: tuple[s
     options = tuple(shlex.split(fields.pop("options", "")))
     flags = tuple(shlex.split(fields.pop("server_flags", "")))
     steps = [_step(each, options, common, common_quick) for each in fields.pop("step")]
-    return Part(**fields, steps=tuple(steps), server_flags=flags)
+    ladder = tuple(fields.pop("ladder", ()))
+    return Part(**fields, steps=tuple(steps), server_flags=flags, ladder=ladder)
 
 
 def _step(

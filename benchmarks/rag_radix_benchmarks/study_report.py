@@ -185,7 +185,7 @@ def _section(
     for each in measured:
         if each.quick:
             yield f"*{each.step.label}: quick version, of fewer requests, loads or arms.*"
-        for table in tables(each):
+        for table in tables(part, each):
             yield f"{table.title}\n\n{markdown(table.header, table.rows)}"
         yield from _remarks(each)
         yield f"```\n{each.report['command']}\n```"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from rag_radix_benchmarks import host_memory
+from rag_radix_benchmarks.arms import parse_arms
 from rag_radix_benchmarks.readings import never_worse, prefill_ratios, reading
+from rag_radix_benchmarks.statistics import paired_ratio
+from rag_radix_benchmarks.study_file import Part
 from rag_radix_benchmarks.study_results import Measured
 from rag_radix_benchmarks.tables import THROUGHPUT, evicted_text, ratio_text, throughput_rows
 
@@ -20,6 +24,7 @@ RATIOS = [
     *("arm ÷ reference", "mean TTFT", "reference is", "p90 TTFT"),
     *("prefill, modelled", "at most", "of what was left"),
 ]
+LADDER = ["step", "mean TTFT before ÷ after", "after it is"]
 SPECULATION = [
     *("search, part of index, load", "not overlapped, off → on, ms", "off ÷ on"),
     *("TTFT, off → on, s", "off ÷ on", "kept"),
@@ -35,11 +40,12 @@ class Table:
     rows: list[list[str]]
 
 
-def tables(measured: Measured) -> Iterator[Table]:
-    """All tables of a step."""
+def tables(part: Part, measured: Measured) -> Iterator[Table]:
+    """All tables of a step of a part."""
     report = measured.report
     if report["benchmark"] == "ab":
         yield from _comparison(measured.step.label, report)
+        yield from _ladder(part.ladder, report)
     elif report["benchmark"] == "host-memory":
         title = f"{measured.step.label}: hit rate and, in brackets, the share of the bound"
         yield Table(title, *host_memory.table(dict(report)))
@@ -63,6 +69,36 @@ def _comparison(label: str, report: Mapping[str, Any]) -> Iterator[Table]:
             of = "its own" if limit == "own_limit" else "no-cache's"
             title = f"Highest rate whose mean TTFT stays under five times {of} at the lowest rate"
             yield Table(title, THROUGHPUT, throughput_rows(found))
+
+
+def _ladder(ladder: Sequence[str], report: Mapping[str, Any]) -> Iterator[Table]:
+    """What each step of a ladder gains, and apart from it what other prompts do."""
+    if not ladder:
+        return
+    other_prompts = [
+        arm.name for arm in parse_arms(report["config"]["arms"]) if arm.programs.order != "score"
+    ]
+    for load, by_arm in report["loads"].items():
+        climbed = [arm for arm in ladder if arm in by_arm and arm not in other_prompts]
+        # Results of earlier versions lack the figures of each repeat.
+        if not climbed or "mean_ttft_of_repeats_s" not in by_arm[climbed[0]]:
+            continue
+        steps = list(pairwise(climbed))
+        if len(steps) > 1:
+            steps.append((climbed[0], climbed[-1]))
+        yield Table(f"Step by step: {load}", LADDER, [_gain(by_arm, *step) for step in steps])
+        apart = [(climbed[-1], arm) for arm in other_prompts if arm in by_arm]
+        if apart:
+            title = (
+                f"Apart, as the documents' order makes other prompts, with other answers: {load}"
+            )
+            yield Table(title, LADDER, [_gain(by_arm, *step) for step in apart])
+
+
+def _gain(by_arm: Mapping[str, Any], before: str, after: str) -> list[str]:
+    times = (by_arm[arm]["mean_ttft_of_repeats_s"] for arm in (before, after))
+    ratio = asdict(paired_ratio(*times))
+    return [f"`{before}` → `{after}`", ratio_text(ratio), reading(ratio)]
 
 
 def _arm(arm: str, figures: Mapping[str, Any]) -> list[str]:

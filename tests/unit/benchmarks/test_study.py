@@ -32,6 +32,7 @@ paper = "Up to 3.5 times."
 options = "--arms stock-lru,knowledge-tree"
 server_flags = "--dtype float32"
 reason = "Half of it is noise."
+ladder = ["stock-lru", "knowledge-tree"]
 [[part.step]]
 name = "one"
 label = "k = 1"
@@ -101,6 +102,7 @@ def test_quick_options_win_and_may_leave_a_step_out(path):
     assert "9" not in step.arguments(quick=True)
     assert part.server_flags == ("--dtype", "float32")
     assert part.reason == "Half of it is noise."
+    assert part.ladder == ("stock-lru", "knowledge-tree")
 
 
 def test_the_last_of_options_that_exclude_each_other_is_kept():
@@ -137,7 +139,7 @@ def test_a_comparison_is_given_its_place_and_its_command_is_kept(path, tmp_path,
 
     def measure(options):
         asked.append(options)
-        config = {"model_path": options.model_path}
+        config = {"model_path": options.model_path, "arms": options.arms}
         bound = {"saved_share": 0.4, "document_hit_rate": 0.3}
         return {
             "benchmark": "ab",

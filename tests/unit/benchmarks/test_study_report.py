@@ -106,6 +106,34 @@ def test_a_part_gives_the_reason_of_its_figures(study, tmp_path):
     assert "\n\nWhy: Half of it is *noise*.\n" in (tmp_path / "RESULTS.md").read_text()
 
 
+def test_the_steps_of_a_ladder_are_ratios_of_neighbours_and_other_prompts_stand_apart(
+    study, tmp_path
+):
+    report = example_report()
+    tree = "knowledge-tree+cached_first"
+    arms = f"no-cache,stock-lru,stock-hicache,other={tree}"
+    for load, by_arm in report["loads"].items():
+        by_arm["other"] = by_arm["stock-lru"]
+        report["ratios"][load]["other"] = report["ratios"][load]["stock-lru"]
+    report["config"]["arms"] = arms
+    ladder = ("no-cache", "absent", "stock-lru", "stock-hicache")
+    part = replace(study.part("main"), ladder=ladder)
+    results = Results(tmp_path / "results")
+    results.put(part, part.steps[0], False, {**report, **ABOUT, "command": "run"})
+    write_report(replace(study, parts={"main": part}), results, tmp_path / "RESULTS.md")
+    text = (tmp_path / "RESULTS.md").read_text()
+    first_load, _, apart = text.partition("Step by step: 1 request/s")[2].partition("Apart, ")
+    steps = rows_of(first_load, "`")
+    assert [row.split(" | ")[0] for row in steps] == [
+        "| `no-cache` → `stock-lru`",
+        "| `stock-lru` → `stock-hicache`",
+        "| `no-cache` → `stock-hicache`",
+    ]
+    assert "| 2.00 (2.00..2.00) | faster |" in steps[0]
+    assert "| 4.00 (4.00..4.00) | faster |" in steps[2]
+    assert rows_of(apart, "`")[0].startswith("| `stock-hicache` → `other` | 0.50 (0.50..0.50)")
+
+
 def test_what_was_not_run_says_by_which_command_it_is(text):
     assert "**Not run**: `rag-radix bench study --part throughput`." in text
     assert "commit beef, c0ffee" in text or "commit None, beef" in text
