@@ -171,5 +171,9 @@ class DuplicateTier(Tier):
         priority = -node.ranks[TierName.DEVICE].priority
         node.ranks[self.name] = Rank(priority, priority)
 
+    def order(self, node: DocumentNode) -> tuple[float, int]:
+        """Uses that are known to come keep a node on the device, not its copy on host."""
+        return node.ranks[self.name].priority, node.id
+
     def refresh(self, node: DocumentNode) -> None:
         """As of when the device ranked it: a priority that rises would be a place that falls."""

@@ -58,7 +58,10 @@ class PgdsfPlus(ReplacementPolicy):
         history = statistics.history
         if history is None or not history.expected:
             return 0.0
-        return statistics.mean_cost_per_token_s * history.expected
+        value = statistics.mean_cost_per_token_s * history.expected
+        if statistics.has_host_copy and clock.tier is TierName.DEVICE:
+            value *= _LOAD_SHARE
+        return value
 
     def admits(
         self,

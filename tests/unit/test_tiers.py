@@ -11,7 +11,7 @@ from rag_radix.policies import POLICIES, make_policy
 from rag_radix.policies.adaptive import Adaptive
 from rag_radix.policies.base import TierName
 from rag_radix.statistics import NodeStatistics
-from rag_radix.tiers import Tier
+from rag_radix.tiers import DuplicateTier, Tier
 
 DEVICE = TierName.DEVICE
 
@@ -247,3 +247,23 @@ def test_few_leaves_are_looked_at_even_when_the_order_changes(skew):
         while len(leaves.evictable) > capacity:
             leaves.evict()
     assert Counting.asked / retrievals < 0.03 * capacity
+
+
+def test_a_known_use_keeps_a_node_on_the_device_and_not_its_copy_on_host():
+    policy = make_policy("pgdsf-plus", {})
+    device = Tier(DEVICE, policy, lambda leaf: True)
+    copies = DuplicateTier(TierName.DUPLICATE, policy, lambda leaf: True)
+    often, once = (Leaf(number, tokens=10, now=0) for number in (1, 2))
+    for leaf, uses in ((often, 3), (once, 1)):
+        leaf.statistics.cost_per_token_s = leaf.statistics.cost_samples = 1
+        history = leaf.statistics.history = PathHistory(Topic())
+        for now in range(1, 1 + uses):
+            history.topic.record(now)
+            history.record(Kind.DOCUMENT)
+        device.rank(leaf)
+        copies.rank(leaf)
+        copies.offer(leaf)
+    once.statistics.history.expected = often.statistics.history.expected = 1.0
+    assert copies.order(often) < copies.order(once)
+    often.statistics.history.expected = 100.0
+    assert copies.pop() is often

@@ -52,6 +52,15 @@ def test_a_host_copy_makes_a_node_worth_its_load_on_the_device():
     assert POLICY.priority(with_copy, clock(9)) == POLICY.priority(without, clock(9))
 
 
+def test_a_known_use_of_what_is_on_host_as_well_is_worth_its_load_on_the_device():
+    with_copy = used(history=history_of(5), has_host_copy=True)
+    without = used(history=history_of(5))
+    with_copy.history.expected = without.history.expected = 1
+    on_device = clock(9, TierName.DEVICE)
+    assert POLICY.foreseen(with_copy, on_device) < 0.05 * POLICY.foreseen(without, on_device)
+    assert POLICY.foreseen(with_copy, clock(9)) == POLICY.foreseen(without, clock(9))
+
+
 def test_a_copy_must_be_worth_more_than_all_that_it_displaces():
     wanted = used(history=history_of(1, 3, 5), tokens=100)
     victim = used(history=history_of(4), tokens=100)
