@@ -128,17 +128,23 @@ class Study:
 
 def last_of_each(arguments: Sequence[str]) -> list[str]:
     """Command-line options without those that later ones replace; what follows a `--` stays."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    kept = by_option(arguments[:end])
+    return [each for words in kept.values() for each in words] + list(arguments[end:])
+
+
+def by_option(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """The last of each option with its values, under its name or that of one it excludes."""
     kept: dict[str, list[str]] = {}
-    values: list[str] = []
-    for each in arguments[:end]:
+    words: list[str] = []
+    for each in arguments:
         if each.startswith("--"):
             key = INSTEAD_OF.get(each, each)
             kept.pop(key, None)
-            values = kept[key] = [each]
+            words = kept[key] = [each]
         else:
-            values.append(each)
-    return [each for values in kept.values() for each in values] + list(arguments[end:])
+            words.append(each)
+    return kept
 
 
 def read_study(name: str) -> Study:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rag_radix_benchmarks.limits import memory_words
 from rag_radix_benchmarks.readings import MEANINGS, reading, scheduling_words, summary
+from rag_radix_benchmarks.study_changes import other_options
 from rag_radix_benchmarks.study_charts import draw_part
 from rag_radix_benchmarks.study_file import Part, Study
 from rag_radix_benchmarks.study_results import Measured, Results
@@ -19,6 +20,7 @@ from rag_radix_benchmarks.tables import markdown, ratio_text
 
 PAPER = "[RAGCache](https://arxiv.org/abs/2404.12457)"
 NOT_RUN = "not run"
+COMMIT_DIGITS = 12
 
 
 def write_report(study: Study, results: Results, path: Path) -> None:
@@ -30,7 +32,7 @@ def write_report(study: Study, results: Results, path: Path) -> None:
     charts = path.parent / "results"
     charts.mkdir(parents=True, exist_ok=True)
     measured = {name: results.of(part) for name, part in study.parts.items()}
-    blocks = [f"# {study.title}", *_head(study, measured)]
+    blocks = [f"# {study.title}", *_head(study)]
     header = ["part", "the paper", "here", "measured"]
     rows = [_row(part, measured[name]) for name, part in study.parts.items()]
     blocks.append(markdown(header, rows, align="---"))
@@ -40,7 +42,7 @@ def write_report(study: Study, results: Results, path: Path) -> None:
     path.write_text("\n\n".join(blocks) + "\n")
 
 
-def _head(study: Study, measured: Mapping[str, Sequence[Measured]]) -> Iterator[str]:
+def _head(study: Study) -> Iterator[str]:
     meanings = "; ".join(f"*{word}*: {meaning}" for word, meaning in MEANINGS.items())
     yield (
         "Written by `rag-radix bench study --write`; nothing here is edited by hand. "
@@ -57,35 +59,24 @@ def _head(study: Study, measured: Mapping[str, Sequence[Measured]]) -> Iterator[
         "bound's, and *of what was left* the part that the reference saves of what the bound "
         "could still save the arm. MiB moved and tokens evicted are a request's."
     )
-    reports = [each.report for of_part in measured.values() for each in of_part]
-    if reports:
-        yield f"Measured on {_machines(reports)}; {_versions(reports)}."
 
 
-def _machines(reports: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(
-        dict.fromkeys(
-            f"{hardware['cores']} cores of {hardware['processor'] or 'an unnamed processor'} with "
-            f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
-            for hardware in (report["hardware"] for report in reports)
-        )
+def _provenance(report: Mapping[str, Any]) -> str:
+    """What a result was measured on and with."""
+    hardware = report["hardware"]
+    machine = (
+        f"{hardware['cores']} cores of {hardware['processor'] or 'an unnamed processor'} with "
+        f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
     )
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    commits = report.get("commits") or [report["commit"]]
+    short = ", ".join("unknown" if each is None else _short(each) for each in commits)
+    return f"{machine}; {versions}; commit {short}"
 
 
-def _versions(reports: Sequence[Mapping[str, Any]]) -> str:
-    versions = "; ".join(
-        dict.fromkeys(
-            ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-            for report in reports
-        )
-    )
-    commits = sorted({str(commit) for report in reports for commit in _commits(report)})
-    return f"{versions}; commit {', '.join(commits)}"
-
-
-def _commits(report: Mapping[str, Any]) -> list[str | None]:
-    commits: list[str | None] = report.get("commits") or [report["commit"]]
-    return commits
+def _short(commit: str) -> str:
+    """With the + of changed files."""
+    return commit.rstrip("+")[:COMMIT_DIGITS] + "+" * commit.endswith("+")
 
 
 def _row(part: Part, measured: Sequence[Measured]) -> list[str]:
@@ -105,6 +96,8 @@ def _extent(part: Part, measured: Sequence[Measured]) -> str:
     quick = sum(each.quick for each in measured)
     missing = len(part.steps) - len(measured)
     words = ["in full" if not quick else "quick" if quick == len(measured) else "partly quick"]
+    if any(other_options(part, each) for each in measured):
+        words.append("with earlier options")
     if missing:
         words.append(f"{missing} of {len(part.steps)} steps {NOT_RUN}")
     return ", ".join(words)
@@ -182,9 +175,16 @@ def _section(
     if not measured:
         yield f"**{NOT_RUN.capitalize()}**: `rag-radix bench study --part {part.name}`."
         return
+    provenances = {_provenance(each.report) for each in measured}
+    if len(provenances) == 1:
+        yield f"Measured on {next(iter(provenances))}."
     for each in measured:
+        if len(provenances) > 1:
+            yield f"{each.step.label}: measured on {_provenance(each.report)}."
         if each.quick:
             yield f"*{each.step.label}: quick version, of fewer requests, loads or arms.*"
+        if others := other_options(part, each):
+            yield f"**{each.step.label}: measured with earlier options**: {'; '.join(others)}."
         for table in tables(part, each):
             yield f"{table.title}\n\n{markdown(table.header, table.rows)}"
         yield from _remarks(each)

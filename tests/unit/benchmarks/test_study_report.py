@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 import pytest
+from rag_radix_benchmarks.study_changes import other_options
 from rag_radix_benchmarks.study_file import read_study
 from rag_radix_benchmarks.study_report import write_report
-from rag_radix_benchmarks.study_results import Results
+from rag_radix_benchmarks.study_results import Measured, Results
 from unit.benchmarks.comparison_data import example_report
 
 pytest.importorskip("matplotlib")
@@ -16,6 +18,13 @@ ABOUT = {
     "versions": {"sglang": "0.5.23"},
     "hardware": {"cores": 2, "processor": "a processor", "memory_bytes": 2**34},
 }
+
+
+def command_of(part, quick=False):
+    """Of the part's first step, as a study keeps it."""
+    step = part.steps[0]
+    words = ["rag-radix", "bench", step.bench, "--model-path", "MODEL", *step.arguments(quick)]
+    return shlex.join([*words, *(("--", *part.server_flags) if part.server_flags else ())])
 
 
 def spread(median):
@@ -61,7 +70,8 @@ def text(study, tmp_path):
         ("scheduling", scheduling_report(), True),
     ):
         part = study.part(name)
-        results.put(part, part.steps[0], quick, {**report, **ABOUT, "command": f"run {name}"})
+        command = command_of(part, quick)
+        results.put(part, part.steps[0], quick, {**report, **ABOUT, "command": command})
     write_report(study, results, tmp_path / "RESULTS.md")
     return (tmp_path / "RESULTS.md").read_text()
 
@@ -92,7 +102,7 @@ def test_ratios_are_read_and_stand_beside_what_the_bound_allows(text):
 
 def test_throughputs_commands_and_charts_are_in_the_part(text, tmp_path):
     assert "under five times no-cache's at the lowest rate" in text
-    assert "```\nrun main\n```" in text
+    assert "```\nrag-radix bench ab --model-path MODEL --documents" in text
     for chart in ("main", "main-over-rate", "speculation"):
         assert f"](results/{chart}.png)" in text
         assert (tmp_path / "results" / f"{chart}.png").stat().st_size > 1000
@@ -101,7 +111,9 @@ def test_throughputs_commands_and_charts_are_in_the_part(text, tmp_path):
 def test_a_part_gives_the_reason_of_its_figures(study, tmp_path):
     part = replace(study.part("main"), reason="Half of it is *noise*.\n")
     results = Results(tmp_path / "results")
-    results.put(part, part.steps[0], False, {**example_report(), **ABOUT, "command": "run"})
+    results.put(
+        part, part.steps[0], False, {**example_report(), **ABOUT, "command": command_of(part)}
+    )
     write_report(replace(study, parts={"main": part}), results, tmp_path / "RESULTS.md")
     assert "\n\nWhy: Half of it is *noise*.\n" in (tmp_path / "RESULTS.md").read_text()
 
@@ -119,7 +131,7 @@ def test_the_steps_of_a_ladder_are_ratios_of_neighbours_and_other_prompts_stand_
     ladder = ("no-cache", "absent", "stock-lru", "stock-hicache")
     part = replace(study.part("main"), ladder=ladder)
     results = Results(tmp_path / "results")
-    results.put(part, part.steps[0], False, {**report, **ABOUT, "command": "run"})
+    results.put(part, part.steps[0], False, {**report, **ABOUT, "command": command_of(part)})
     write_report(replace(study, parts={"main": part}), results, tmp_path / "RESULTS.md")
     text = (tmp_path / "RESULTS.md").read_text()
     first_load, _, apart = text.partition("Step by step: 1 request/s")[2].partition("Apart, ")
@@ -136,4 +148,36 @@ def test_the_steps_of_a_ladder_are_ratios_of_neighbours_and_other_prompts_stand_
 
 def test_what_was_not_run_says_by_which_command_it_is(text):
     assert "**Not run**: `rag-radix bench study --part throughput`." in text
-    assert "commit beef, c0ffee" in text or "commit None, beef" in text
+
+
+def test_every_part_says_what_it_was_measured_on(text):
+    about = "Measured on 2 cores of a processor with 16 GiB; sglang 0.5.23; commit"
+    assert text.count(f"{about} c0ffee.") == 2
+    assert text.count(f"{about} beef.") == 1
+    assert "earlier options" not in text
+
+
+def test_a_part_whose_options_have_changed_since_is_marked(study, tmp_path):
+    options = ("--arms", "a,b", "--k", "1", "--repeats", "7")
+    step = replace(study.part("main").steps[0], options=options)
+    part = replace(study.part("main"), steps=(step,), server_flags=("--dtype", "float32"))
+    results = Results(tmp_path / "results")
+    then = "rag-radix bench ab --model-path MODEL --arms a,b --page-size 4 --k 1 --repeats 2 --"
+    results.put(part, part.steps[0], False, {**example_report(), **ABOUT, "command": then})
+    write_report(replace(study, parts={"main": part}), results, tmp_path / "RESULTS.md")
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert rows_of(text, "[")[0].endswith("| in full, with earlier options |")
+    changed = "`--page-size 4`, now left out; `--repeats 2`, now `--repeats 7`; "
+    changed += "without `--dtype float32`."
+    assert f"**{part.steps[0].label}: measured with earlier options**: {changed}" in text
+
+
+def test_another_model_is_another_option_and_another_place_of_a_peer_is_not(study):
+    step = replace(study.part("peers").steps[0], options=("--model-path", "a", "--arms", "b@PEER"))
+    part = replace(study.part("peers"), steps=(step,), server_flags=())
+    command = "rag-radix bench ab --model-path MODEL --arms b@http://127.0.0.1:80"
+    same = {"command": command, "config": {"model_path": "a"}}
+    assert other_options(part, Measured(step, same, False)) == []
+    other = {**same, "config": {"model_path": "c"}}
+    (changed,) = other_options(part, Measured(step, other, False))
+    assert changed == "`--model-path c`, now `--model-path a`"
