@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# An interval that ends within this part of 1 is as good as equal.
+# An interval around 1 that ends within this part of 1 is as good as equal.
 EQUAL_WITHIN = 0.03
 
 FASTER, EQUAL, SLOWER = "faster", "equal", "slower"
@@ -13,7 +13,7 @@ OPEN, ONCE = "open", "one repeat"
 
 MEANINGS = {
     FASTER: "the interval lies above 1",
-    EQUAL: f"it lies within {EQUAL_WITHIN:.0%} of 1",
+    EQUAL: f"it holds 1 and lies within {EQUAL_WITHIN:.0%} of it",
     SLOWER: "it lies below 1",
     OPEN: "it holds 1 and is wider: these repeats don't tell",
     ONCE: "no interval",
@@ -31,11 +31,12 @@ def reading(ratio: Mapping[str, Any]) -> str:
     low, high = ratio["low"], ratio["high"]
     if low is None:
         return ONCE
-    if low >= 1 - EQUAL_WITHIN and high <= 1 / (1 - EQUAL_WITHIN):
-        return EQUAL
     if low > 1:
         return FASTER
-    return SLOWER if high < 1 else OPEN
+    if high < 1:
+        return SLOWER
+    within = low >= 1 - EQUAL_WITHIN and high <= 1 / (1 - EQUAL_WITHIN)
+    return EQUAL if within else OPEN
 
 
 def never_worse(ratio: Mapping[str, Any]) -> bool:

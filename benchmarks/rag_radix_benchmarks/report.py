@@ -24,6 +24,7 @@ from rag_radix_benchmarks.tables import (
     ratio_rows,
     throughput_rows,
     time_rows,
+    without_empty,
 )
 
 _LIMITS = {
@@ -44,10 +45,12 @@ class Section:
 def sections(report: Mapping[str, Any]) -> Iterator[Section]:
     """The tables of a report."""
     for load, by_arm in report["loads"].items():
-        yield Section(f"Times at {load}", TIMES, time_rows(by_arm))
+        yield Section(f"Times at {load}", *without_empty(TIMES, time_rows(by_arm)))
         title = f"Ratios to {report['reference']} at {load}; above 1, that is faster"
-        yield Section(title, RATIOS, ratio_rows(report["ratios"][load]))
-        yield Section(f"Cache at {load}", CACHE, cache_rows(by_arm))
+        requests = by_arm[report["reference"]]["requests"] / report["config"]["repeats"]
+        rows = ratio_rows(report["ratios"][load], requests)
+        yield Section(title, *without_empty(RATIOS, rows))
+        yield Section(f"Cache at {load}", *without_empty(CACHE, cache_rows(by_arm)))
     for limit, by_arm in (report["throughput"] or {}).items():
         if by_arm is not None:
             title = f"Throughput: highest rate with a mean TTFT under 5 times {_LIMITS[limit]}"

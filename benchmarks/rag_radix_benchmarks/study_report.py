@@ -57,7 +57,9 @@ def _head(study: Study) -> Iterator[str]:
         "prefill time that a clairvoyant cache could save which an arm saves, by a model of that "
         "time; *prefill, modelled* is the arm's by the reference's, *at most* the arm's by the "
         "bound's, and *of what was left* the part that the reference saves of what the bound "
-        "could still save the arm. MiB moved and tokens evicted are a request's."
+        "could still save the arm; it has no interval, and is above 1 where a queue in another "
+        "order than the trace's saves more than the bound, which is of that order. MiB moved and "
+        "tokens evicted are a request's."
     )
 
 

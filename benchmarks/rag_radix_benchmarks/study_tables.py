@@ -13,7 +13,13 @@ from rag_radix_benchmarks.readings import never_worse, prefill_ratios, reading
 from rag_radix_benchmarks.statistics import paired_ratio
 from rag_radix_benchmarks.study_file import Part
 from rag_radix_benchmarks.study_results import Measured
-from rag_radix_benchmarks.tables import THROUGHPUT, evicted_text, ratio_text, throughput_rows
+from rag_radix_benchmarks.tables import (
+    THROUGHPUT,
+    evicted_text,
+    ratio_text,
+    throughput_rows,
+    without_empty,
+)
 
 ARMS = [
     *("arm", "TTFT mean, s", "p90", "tokens found", "documents found", "of bound"),
@@ -155,14 +161,4 @@ def _text(value: float | None, form: str, unit: float = 1.0) -> str:
 
 
 def _without_empty(table: Table) -> Table:
-    """Without columns that say nothing of any arm."""
-    kept = [
-        column
-        for column in range(len(table.header))
-        if any(row[column] != "-" for row in table.rows)
-    ]
-    return Table(
-        table.title,
-        [table.header[column] for column in kept],
-        [[row[column] for column in kept] for row in table.rows],
-    )
+    return Table(table.title, *without_empty(table.header, table.rows))

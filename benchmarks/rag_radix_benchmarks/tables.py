@@ -20,10 +20,15 @@ THROUGHPUT = ["arm", "requests/s", "limit s", "reference ÷ arm"]
 RATIOS = ["arm ÷ reference", "mean TTFT", "p50", "p90", "p99", "mean latency"]
 
 
+# Of fewer requests, this percentile is their maximum.
+P99_REQUESTS = 100
+
+
 def time_rows(by_arm: Mapping[str, Any]) -> Rows:
     """One row an arm, in the columns of `TIMES`.
 
-    Scheduling is CPU time a request, search what of it is not overlapped with generation.
+    The 99th percentile is left out of few requests. Scheduling is CPU time a request, search what
+    of it is not overlapped with generation.
     """
     rows = []
     for arm, figures in by_arm.items():
@@ -31,7 +36,8 @@ def time_rows(by_arm: Mapping[str, Any]) -> Rows:
         rows.append(
             [
                 arm,
-                *(f"{ttft[name]:.3f}" for name in ("mean", "p50", "p90", "p99")),
+                *(f"{ttft[name]:.3f}" for name in ("mean", "p50", "p90")),
+                f"{ttft['p99']:.3f}" if figures["requests"] >= P99_REQUESTS else "-",
                 _text(tpot and tpot["mean"], "{:.0f}", 1e3),
                 f"{figures['latency_s']['mean']:.3f}",
                 f"{figures['requests_per_s']:.2f}",
@@ -98,15 +104,36 @@ def throughput_rows(by_arm: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def ratio_rows(by_arm: Mapping[str, Any]) -> Rows:
-    """One row an arm, in the columns of `RATIOS`: ratio and its confidence interval."""
-    return [[arm, *map(ratio_text, ratios.values())] for arm, ratios in by_arm.items()]
+def ratio_rows(by_arm: Mapping[str, Any], requests: float) -> Rows:
+    """One row an arm, in the columns of `RATIOS`: ratio and its confidence interval.
+
+    Args:
+        by_arm: Ratios of the arms.
+        requests: Of a run, whose figures they are of.
+    """
+    return [
+        [
+            arm,
+            *(
+                "-" if name == "p99_ttft" and requests < P99_REQUESTS else ratio_text(ratio)
+                for name, ratio in ratios.items()
+            ),
+        ]
+        for arm, ratios in by_arm.items()
+    ]
 
 
 def ratio_text(ratio: Mapping[str, Any]) -> str:
     if ratio["low"] is None:
         return f"{ratio['value']:.2f}"
     return f"{ratio['value']:.2f} ({ratio['low']:.2f}..{ratio['high']:.2f})"
+
+
+def without_empty(header: Sequence[str], rows: Rows) -> tuple[list[str], Rows]:
+    """Header and rows without columns that say nothing of any row."""
+    says = [{row[column] for row in rows} != {"-"} for column in range(len(header))]
+    kept = [column for column, something in enumerate(says) if something]
+    return [header[each] for each in kept], [[row[each] for each in kept] for row in rows]
 
 
 def plain(header: Sequence[str], rows: Rows) -> str:

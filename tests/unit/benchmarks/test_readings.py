@@ -21,9 +21,10 @@ def ratio(low, high):
     [
         (1.1, 1.5, "faster", True),
         (0.98, 1.02, "equal", True),
-        (1.001, 1.01, "equal", True),
+        (1.001, 1.01, "faster", True),
+        (0.98, 1.0, "equal", True),
         (0.7, 0.9, "slower", False),
-        (0.972, 0.99, "equal", True),
+        (0.972, 0.99, "slower", True),
         (0.8, 1.2, "open", True),
         (0.99, 1.4, "open", True),
     ],

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from rag_radix_benchmarks.experiment import turn
-from rag_radix_benchmarks.report import as_text, write
+from rag_radix_benchmarks.report import as_text, sections, write
 from unit.benchmarks.comparison_data import ARMS, example_report
 
 
@@ -22,6 +22,18 @@ def test_every_arm_and_ratio_is_on_the_terminal(report):
     assert "2.00 (2.00..2.00)" in text
     assert "4.00 (4.00..4.00)" in text
     assert "0 of 20 answers of no-cache differ" in text
+
+
+def test_the_99th_percentile_of_few_requests_is_not_shown(report):
+    few = [set(each.header) for each in sections(report)]
+    assert not any("p99" in header for header in few)
+    for by_arm in report["loads"].values():
+        for figures in by_arm.values():
+            figures["requests"] = 199
+    # 199 in all, but no 100 in each of two runs.
+    times, ratios = list(sections(report))[:2]
+    assert "p99" in times.header
+    assert "p99" not in ratios.header
 
 
 def test_runs_of_several_commits_are_said_to_be(report):
