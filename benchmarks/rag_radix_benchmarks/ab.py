@@ -3,7 +3,8 @@
 Each arm is a real server; all have the same model, attention, memory and requests, and differ in
 the cache alone, which each server is asked for before anything is believed of it. In each repeat
 the arms take turns, in changing order. A run empties the cache, fills it with requests that aren't
-measured and then measures. A ratio is an arm over the reference: above 1, the reference is faster;
+measured and then measures. A load by capacity is one by the arm's capacity on the requests of the
+same repeat. A ratio is an arm over the reference: above 1, the reference is faster;
 its interval is a 95% confidence interval over the repeats.
 """
 
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rag_radix_benchmarks.ab_options import Plan, add_options
 from rag_radix_benchmarks.answers import check_same_model
+from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.charts import check_plottable
 from rag_radix_benchmarks.experiment import Experiment, turn
 from rag_radix_benchmarks.figures import environment
@@ -56,13 +59,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     store = TrialStore(None if options.out is None else options.out / "runs.jsonl")
     with Servers(plan.setup, plan.servers, logs=options.out) as servers:
         experiment = Experiment(plan.setup, plan.arms, plan.workload, servers, store, options.seed)
-        capacities = {}
-        if plan.shares or options.throughput:
-            capacities = {arm.name: experiment.capacity(arm) for arm in plan.capacity_of}
-        cells = _measure(plan, experiment, _loads(plan, capacities))
+        capacities = Capacities(experiment)
+        cells = _measure(plan, experiment, capacities)
         throughputs = None
         if options.throughput:
-            lowest = LOWEST_SHARE * min(capacities.values())
+            lowest = LOWEST_SHARE * min(capacities.of(arm, 0) for arm in plan.capacity_of)
             throughputs = search_throughputs(experiment, plan.arms, lowest, plan.repeats)
     repeats = len(next(iter(next(iter(cells.values())).values())).results)
     parts = [plan.workload.part(repeat) for repeat in range(repeats)]
@@ -70,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     report = {
         "benchmark": "ab",
         **comparison.as_json(),
-        "capacity_requests_per_s": capacities,
+        "capacity_requests_per_s": capacities.as_json(),
         "throughput": throughputs and throughputs.as_json(plan.reference.name),
         **environment(),
         "config": {**_config(options, plan), "repeats": repeats},
@@ -81,37 +82,97 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _loads(plan: Plan, capacities: Mapping[str, float]) -> dict[str, Load]:
-    """The loads by their labels."""
-    loads: dict[str, Load] = {}
-    for arm, capacity in capacities.items():
-        for share in plan.shares:
-            rate = share * capacity
-            label = f"{share:.0%} of the capacity of {arm}, {rate:.3g} requests/s"
-            loads[label] = OpenLoop(rate)
-    each: list[Load] = [*map(OpenLoop, plan.rates), *map(ClosedLoop, plan.concurrencies)]
-    return loads | {str(load): load for load in each}
+class Capacities:
+    """Capacities of arms on the requests of each repeat, measured when first asked for.
+
+    Args:
+        experiment: Measures them.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._found: dict[str, dict[int, float]] = {}
+
+    def of(self, arm: Arm, repeat: int) -> float:
+        """Requests a second."""
+        found = self._found.setdefault(arm.name, {})
+        if repeat not in found:
+            found[repeat] = self._experiment.capacity(arm, repeat)
+        return found[repeat]
+
+    def mean(self, arm: Arm) -> float:
+        """Over the repeats that were asked for."""
+        return statistics.fmean(self._found[arm.name].values())
+
+    def as_json(self) -> dict[str, list[float]]:
+        """By arm and repeat."""
+        return {arm: list(found.values()) for arm, found in self._found.items()}
 
 
-def _measure(plan: Plan, experiment: Experiment, loads: dict[str, Load]) -> Cells:
+@dataclass(frozen=True, slots=True)
+class CapacityShare:
+    """Arrivals by the capacity of an arm, which is another one in each repeat."""
+
+    arm: Arm
+    share: float
+
+    def load(self, capacities: Capacities, repeat: int) -> Load:
+        return OpenLoop(self.share * capacities.of(self.arm, repeat))
+
+    def label(self, capacities: Capacities) -> str:
+        rate = self.share * capacities.mean(self.arm)
+        return (
+            f"{100 * self.share:g}% of the capacity of {self.arm.name}, "
+            f"{rate:.3g} requests/s on average"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SameLoad:
+    """A load that is the same in each repeat."""
+
+    same: Load
+
+    def load(self, capacities: Capacities, repeat: int) -> Load:
+        return self.same
+
+    def label(self, capacities: Capacities) -> str:
+        return str(self.same)
+
+
+def _loads(plan: Plan) -> list[CapacityShare | SameLoad]:
+    """Each once."""
+    of_capacity = [CapacityShare(arm, share) for arm in plan.capacity_of for share in plan.shares]
+    same = [*map(OpenLoop, plan.rates), *map(ClosedLoop, plan.concurrencies)]
+    unique = {repr(load): load for load in [*of_capacity, *map(SameLoad, same)]}
+    return list(unique.values())
+
+
+def _measure(plan: Plan, experiment: Experiment, capacities: Capacities) -> Cells:
     """All loads and arms, repeated as often as asked for or until the intervals are narrow.
 
     Raises:
         WrongArmError: An arm answers as another model would.
     """
-    results: dict[str, dict[str, list[TrialResult]]] = {
-        label: {arm.name: [] for arm in plan.arms} for label in loads
-    }
-    remaining = Remaining(plan.repeats * len(loads) * len(plan.arms))
+    loads = _loads(plan)
+    results: list[dict[str, list[TrialResult]]] = [
+        {arm.name: [] for arm in plan.arms} for _ in loads
+    ]
+    capacity_of = plan.capacity_of if plan.shares else ()
+    remaining = Remaining(plan.repeats * (len(capacity_of) + len(loads) * len(plan.arms)))
     for repeat in range(plan.most_repeats):
-        for label, load in loads.items():
+        for arm in capacity_of:
+            with remaining.one():
+                capacities.of(arm, repeat)
+        for asked, by_arm in zip(loads, results, strict=True):
+            load = asked.load(capacities, repeat)
             for arm in turn(plan.arms, repeat):
                 with remaining.one():
                     trial = experiment.trial(arm, load, repeat)
-                    results[label][arm.name].append(experiment.run(trial))
+                    by_arm[arm.name].append(experiment.run(trial))
         cells = {
-            label: {arm: Cell(tuple(of_arm)) for arm, of_arm in by_arm.items()}
-            for label, by_arm in results.items()
+            asked.label(capacities): {arm: Cell(tuple(of_arm)) for arm, of_arm in by_arm.items()}
+            for asked, by_arm in zip(loads, results, strict=True)
         }
         check_same_model(plan.reference.name, agreements(cells, plan.reference.name))
         if repeat + 1 >= plan.repeats and is_precise(cells, plan.reference.name, plan.precision):

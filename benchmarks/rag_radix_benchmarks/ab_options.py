@@ -19,7 +19,7 @@ _Number = TypeVar("_Number", int, float)
 # Defaults of a comparison that is meant, and of a first impression: 12 minutes on 2 cores with a
 # model of 135M parameters.
 FULL = {"loads": "0.5,0.8,0.95", "repeats": 5, "warm_up": 150, "requests": 100}
-QUICK = {"loads": "0.8", "repeats": 5, "warm_up": 50, "requests": 28}
+QUICK = {"loads": "0.8", "repeats": 4, "warm_up": 50, "requests": 28}
 AT_LEAST_ONE = (
     *("repeats", "requests", "output_tokens"),
     *("device_tokens", "host_tokens", "page_size", "chunk_tokens", "running_requests"),
@@ -203,6 +203,11 @@ class Plan:
         most_repeats = given["repeats"]
         if options.precision is not None:
             most_repeats = max(options.most_repeats, given["repeats"])
+        shares = _numbers("--loads", given["loads"], float)
+        rates = _numbers("--rates", given["rates"] or "", float)
+        concurrencies = _numbers("--concurrency", given["concurrency"] or "", int)
+        if not (shares or rates or concurrencies):
+            raise ConfigError(f"--loads {given['loads']!r}: give one at least")
         cuda = _has_cuda()
         setup = Setup(
             model_path=options.model_path,
@@ -227,9 +232,9 @@ class Plan:
                 _arm(arms, "--capacity-of", name.strip())
                 for name in given.get("capacity_of", arms[0].name).split(",")
             ),
-            shares=_numbers("--loads", given["loads"], float),
-            rates=_numbers("--rates", given["rates"] or "", float),
-            concurrencies=_numbers("--concurrency", given["concurrency"] or "", int),
+            shares=shares,
+            rates=rates,
+            concurrencies=concurrencies,
             servers=given.get("servers", 1 if cuda else None),
         )
 
@@ -291,7 +296,7 @@ def _arm(arms: list[Arm], flag: str, name: str) -> Arm:
 
 def _numbers(flag: str, text: str, kind: Callable[[str], _Number]) -> tuple[_Number, ...]:
     try:
-        values = tuple(kind(each) for each in text.split(",") if each.strip())
+        values = tuple(kind(each) for each in text.split(",")) if text.strip() else ()
     except ValueError:
         raise ConfigError(f"{flag} {text!r}: give numbers, separated by commas") from None
     if any(value <= 0 for value in values):

@@ -70,13 +70,20 @@ class Experiment:
         progress(f"{trial}: mean TTFT {mean_s:.3f} s, hit rate {result.run.token_hit_rate:.1%}")
         return result
 
-    def capacity(self, arm: Arm) -> float:
-        """Requests a second that an arm takes when its queue is never empty."""
-        load = ClosedLoop(2 * self._setup.running_requests)
-        run = self.run(self.trial(arm, load, repeat=0)).run
+    def capacity(self, arm: Arm, repeat: int) -> float:
+        """Requests a second of a repeat that an arm takes when its queue is never empty.
+
+        Those of another repeat may be half as much work again.
+        """
+        run = self.run(self.trial(arm, ClosedLoop(self._busy), repeat)).run
         capacity = len(run.outcomes) / run.seconds
-        progress(f"capacity of {arm.name}: {capacity:.3g} requests/s")
+        progress(f"capacity of {arm.name}, repeat {repeat + 1}: {capacity:.3g} requests/s")
         return capacity
+
+    @property
+    def _busy(self) -> int:
+        """Requests under way with which a server is never idle."""
+        return 2 * self._setup.running_requests
 
     def _measure(self, trial: Trial, server: ArmServer) -> TrialResult:
         part = self._part(trial.repeat)

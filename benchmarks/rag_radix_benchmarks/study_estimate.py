@@ -24,8 +24,8 @@ def comparison_minutes(plan: Plan, throughput: bool, machine: Machine) -> float:
     shares = [share for share in plan.shares for _ in plan.capacity_of]
     shares += [rate / capacity for rate in plan.rates] + [1.0] * len(plan.concurrencies)
     seconds = len(plan.arms) * plan.repeats * _runs_s(shares, warm_up_s, measured_s)
-    if plan.shares or throughput:
-        seconds += len(plan.capacity_of) * (warm_up_s + measured_s)
+    capacities = plan.repeats if plan.shares else int(throughput)
+    seconds += capacities * len(plan.capacity_of) * (warm_up_s + measured_s)
     if throughput:
         searches = len(plan.arms) * plan.repeats
         seconds += searches * _runs_s(SEARCHED_SHARES, warm_up_s, measured_s)

@@ -26,7 +26,7 @@ class OpenLoop:
     requests_per_s: float
 
     def __str__(self) -> str:
-        return f"{self.requests_per_s:.3g} requests/s"
+        return f"{self.requests_per_s:g} requests/s"
 
 
 @dataclass(frozen=True, slots=True)

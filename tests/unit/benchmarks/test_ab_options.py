@@ -28,10 +28,10 @@ def test_the_default_is_the_full_comparison_of_three_arms():
 
 
 def test_quick_is_smaller_and_what_is_given_wins():
-    asked = plan("--quick", "--repeats", "4")
+    asked = plan("--quick", "--repeats", "3")
     assert asked.workload.requests == QUICK["requests"]
     assert asked.shares == (0.8,)
-    assert asked.repeats == 4
+    assert asked.repeats == 3
 
 
 def test_quick_ends_within_twelve_minutes_on_two_cores():
@@ -66,6 +66,8 @@ def test_arms_differ_in_their_own_flags_alone():
         (["--reference", "stock-lfu"], "--reference 'stock-lfu' is none of --arms"),
         (["--capacity-of", "no-cache"], "--capacity-of 'no-cache' is none of --arms"),
         (["--rates", "fast"], "--rates 'fast': give numbers"),
+        (["--loads", ","], "--loads ',': give numbers"),
+        (["--loads", ""], "--loads '': give one at least"),
         (["--loads", "0.5,0"], "--loads '0.5,0': give positive numbers"),
         (["--repeats", "0"], "--repeats 0: give at least 1"),
         (["--device-tokens", "0"], "--device-tokens 0: give at least 1"),
