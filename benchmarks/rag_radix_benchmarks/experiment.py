@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rag_radix_benchmarks.arms import Arm
@@ -95,7 +96,9 @@ class Experiment:
             self._used.add(server.url)
         server.empty()
         if warm_up:
-            client.closed_loop(warm_up, self._setup.running_requests)
+            # Programs are threads, each with a search of its own.
+            at_once = self._busy if part.questions is None else self._setup.running_requests
+            client.closed_loop(warm_up, at_once)
         before = server.counters()
         if isinstance(trial.load, OpenLoop):
             run = client.open_loop(measured, part.due_s(trial.load.requests_per_s))
@@ -123,9 +126,15 @@ class Experiment:
         raise AssertionError("every comparison has an SGLang server")
 
     def _write(self, repeat: int) -> tuple[Sequence[Any], Sequence[Any]]:
-        """What is sent: bodies, or the questions of programs."""
+        """What is sent: bodies, or the questions of programs.
+
+        A warm-up is there for the prompts, so that one token of output will do.
+        """
         part = self._part(repeat)
-        requests = part.warm_up + part.measured
+        requests = (
+            *(replace(request, output_tokens=1) for request in part.warm_up),
+            *part.measured,
+        )
         bodies: Sequence[Any]
         if part.questions is not None:
             bodies = part.questions
