@@ -2,13 +2,17 @@
 
 Replays of a synthetic trace through the real tree, one request at a time and without a model; the
 same trace served by a real server one at a time has the same hit rate. Host sizes are parts of the
-corpus. `at most` is the clairvoyant bound of the same trace.
+corpus. `at most` is the clairvoyant bound of the same trace. Replays that are done are kept in
+`--out`, where they are found again as long as the code that they ran on is the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rag_radix.errors import ConfigError
@@ -16,8 +20,11 @@ from rag_radix.policies import POLICIES
 from rag_radix.replay.bound import clairvoyant_bound
 from rag_radix.replay.options import sglang_muted
 from rag_radix.replay.runs import PolicyVariant, ReplayServer, replay
+from rag_radix.replay.trace import TraceRequest
 from rag_radix.replay.workloads import WORKLOADS, generate
+from rag_radix_benchmarks.digest import code_digest
 from rag_radix_benchmarks.figures import environment, spread
+from rag_radix_benchmarks.kept import KeptFigures
 from rag_radix_benchmarks.progress import progress
 from rag_radix_benchmarks.tables import plain
 
@@ -35,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-up", type=int, default=2_000, help="requests before those")
     parser.add_argument("--repeats", type=int, default=3, help="seeds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep finished replays, and go on")
     parser.add_argument("--json", action="store_true", help="end with one object on the last line")
 
 
@@ -50,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All sizes and policies, on the same traces.
 
     Raises:
-        ConfigError: An unknown policy, or a size that is none.
+        ConfigError: An unknown policy, a size that is none, or a folder that can't be used.
     """
     policies = [name.strip() for name in options.policies.split(",")]
     for name in policies:
@@ -74,63 +82,104 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for repeat in range(options.repeats)
     ]
     corpus_tokens = options.documents * options.document_tokens
+    kept = KeptFigures(
+        None if options.out is None else options.out / "replays.jsonl",
+        {
+            **{name: getattr(options, name) for name in _OF_A_REPLAY},
+            "code": code_digest("rag_radix", __name__),
+        },
+    )
     with sglang_muted():
         sizes = [
-            _at(percent, round(percent / 100 * corpus_tokens), policies, traces, options)
+            _at(percent, round(percent / 100 * corpus_tokens), policies, traces, options, kept)
             for percent in percents
         ]
     return {
         "benchmark": "host-memory",
         "sizes": sizes,
         **environment(),
-        "config": {name: value for name, value in vars(options).items() if name != "run"},
+        "config": {
+            name: value for name, value in vars(options).items() if name not in ("run", "out")
+        },
     }
+
+
+# Options that decide what a replay is, beside its seed, its policy and the host tier.
+_OF_A_REPLAY = (
+    *("workload", "documents", "document_tokens", "k"),
+    *("device_tokens", "requests", "warm_up"),
+)
 
 
 def _at(
     percent: float,
     host_tokens: int,
     policies: list[str],
-    traces: list[Any],
+    traces: Sequence[Sequence[TraceRequest]],
     options: argparse.Namespace,
+    kept: KeptFigures,
 ) -> dict[str, Any]:
     # Pages of one token: with few tokens a larger page would count.
     server = ReplayServer(options.device_tokens, host_tokens, page_size=1)
+    seeded = [(options.seed + repeat, trace) for repeat, trace in enumerate(traces)]
     bounds = [
-        clairvoyant_bound(
-            trace,
-            device_tokens=server.device_tokens,
-            host_tokens=server.host_tokens,
-            cost=server.cost,
-            load_s_per_token=server.load_s_per_token,
-            warm_up=options.warm_up,
-        )
-        for trace in traces
+        kept.get(partial(_bound, trace, server, options.warm_up), seed=seed, host=host_tokens)
+        for seed, trace in seeded
     ]
     found: dict[str, dict[str, Any]] = {}
     for name in policies:
         totals = [
-            replay(trace, PolicyVariant(name, name), server, warm_up=options.warm_up)
-            for trace in traces
+            kept.get(
+                partial(_replayed, trace, name, server, options.warm_up),
+                seed=seed,
+                host=host_tokens,
+                policy=name,
+            )
+            for seed, trace in seeded
         ]
         saved = [
-            (bound.uncached_s - each.prefill_s) / bound.saved_s
+            (bound["uncached_s"] - each["prefill_s"]) / bound["saved_s"]
             for bound, each in zip(bounds, totals, strict=True)
         ]
         found[name] = {
-            "hit_rate": spread([each.token_hit_rate for each in totals]),
+            "hit_rate": spread([each["hit_rate"] for each in totals]),
             "share_of_bound": spread(saved),
-            "moved_tokens": spread(
-                [(each.d2h_bytes / server.kv_bytes_per_token) / each.requests for each in totals]
-            ),
+            "moved_tokens": spread([each["moved_tokens"] for each in totals]),
         }
         rate = found[name]["hit_rate"]["median"]
         progress(f"host {percent:g}% of the corpus, {name}: hit rate {rate:.1%}")
     return {
         "host_percent": percent,
         "host_tokens": host_tokens,
-        "bound_hit_rate": spread([bound.hit_rate for bound in bounds]),
+        "bound_hit_rate": spread([bound["hit_rate"] for bound in bounds]),
         "policies": found,
+    }
+
+
+def _bound(trace: Sequence[TraceRequest], server: ReplayServer, warm_up: int) -> dict[str, float]:
+    bound = clairvoyant_bound(
+        trace,
+        device_tokens=server.device_tokens,
+        host_tokens=server.host_tokens,
+        cost=server.cost,
+        load_s_per_token=server.load_s_per_token,
+        warm_up=warm_up,
+    )
+    return {
+        "hit_rate": bound.hit_rate,
+        "uncached_s": bound.uncached_s,
+        "saved_s": bound.saved_s,
+    }
+
+
+def _replayed(
+    trace: Sequence[TraceRequest], policy: str, server: ReplayServer, warm_up: int
+) -> dict[str, float]:
+    totals = replay(trace, PolicyVariant(policy, policy), server, warm_up=warm_up)
+    return {
+        "hit_rate": totals.token_hit_rate,
+        "prefill_s": totals.prefill_s,
+        "moved_tokens": (totals.d2h_bytes / server.kv_bytes_per_token) / totals.requests,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from rag_radix_benchmarks import host_memory
 from rag_radix_benchmarks.host_memory import add_options, measure, table
 
 from rag_radix.errors import ConfigError
@@ -28,6 +29,37 @@ def test_more_host_memory_finds_more_and_no_policy_beats_the_bound():
     header, rows = table(report)
     assert header == ["host tier by corpus", "lru", "pgdsf", "at most"]
     assert [row[0] for row in rows] == ["5%", "80%"]
+
+
+def test_replays_that_are_done_are_not_run_again(tmp_path, monkeypatch):
+    given = ["--out", str(tmp_path), "--host-percent", "50", "--policies"]
+    measure(parsed(*given, "lru"))
+    run = []
+
+    def replay(trace, variant, *arguments, **more):
+        run.append(variant.label)
+        return real(trace, variant, *arguments, **more)
+
+    real = host_memory.replay
+    monkeypatch.setattr(host_memory, "replay", replay)
+    report = measure(parsed(*given, "lru,pgdsf"))
+    assert run == ["pgdsf", "pgdsf"]
+    assert (
+        report["sizes"]
+        == measure(parsed("--host-percent", "50", "--policies", "lru,pgdsf"))["sizes"]
+    )
+    assert "out" not in report["config"]
+
+
+def test_replays_of_other_code_are_run_again(tmp_path, monkeypatch):
+    given = ["--out", str(tmp_path), "--host-percent", "50", "--policies", "lru"]
+    expected = measure(parsed(*given))["sizes"]
+    monkeypatch.setattr(host_memory, "code_digest", lambda *modules: "another")
+    monkeypatch.setattr(host_memory, "replay", None)
+    with pytest.raises(TypeError):
+        measure(parsed(*given))
+    monkeypatch.undo()
+    assert measure(parsed(*given))["sizes"] == expected
 
 
 @pytest.mark.parametrize(
