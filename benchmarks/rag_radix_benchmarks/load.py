@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import aiohttp
 from rag_radix.errors import RagRadixError
 
 REQUEST_LIMIT_S = 1_800.0
+# Often enough for a mean, and too seldom to be a load itself.
+PROBE_S = 0.01
 
 
 class LoadError(RagRadixError, RuntimeError):
@@ -67,11 +70,14 @@ class Run:
         outcomes: By request, in the order given.
         due_s: By request, when it was due, from the start of the run.
         seconds: Length of the run.
+        lag_s: By how much the client was late on average for something of its own that was due
+            meanwhile, and so for what a server sent it; None where that wasn't looked at.
     """
 
     outcomes: tuple[Outcome, ...]
     due_s: tuple[float, ...]
     seconds: float
+    lag_s: float | None = None
 
     @property
     def ttft_s(self) -> list[float]:
@@ -181,6 +187,8 @@ async def _drive(
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         started = time.perf_counter()
+        lags_s: list[float] = []
+        probe = asyncio.create_task(_probe(lags_s))
 
         async def one(number: int) -> tuple[float, Outcome]:
             if due_s is not None:
@@ -194,6 +202,16 @@ async def _drive(
                 asked = [tasks.create_task(one(number)) for number in range(len(bodies))]
         except* LoadError as failures:
             raise failures.exceptions[0] from None
+        finally:
+            probe.cancel()
         seconds = time.perf_counter() - started
     due, outcomes = zip(*(task.result() for task in asked), strict=True)
-    return Run(outcomes, due, seconds)
+    return Run(outcomes, due, seconds, statistics.fmean(lags_s) if lags_s else None)
+
+
+async def _probe(lags_s: list[float]) -> None:
+    """Note how late the event loop is, until cancelled."""
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(PROBE_S)
+        lags_s.append(time.perf_counter() - started - PROBE_S)

@@ -117,9 +117,10 @@ def documents_found(part: Part, run: Run) -> DocumentsFound:
 
 
 def late_share(runs: Sequence[Run]) -> float:
-    """Part of the time to the first token that passed before the client sent its requests."""
+    """Part of the time to the first token that may be the client's own: sent late, or read late."""
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     late_s = math.fsum(outcome.late_s for outcome in outcomes)
+    late_s += math.fsum((run.lag_s or 0.0) * len(run.outcomes) for run in runs)
     return late_s / math.fsum(outcome.ttft_s for outcome in outcomes)
 
 

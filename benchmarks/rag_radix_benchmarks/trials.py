@@ -160,7 +160,7 @@ def _parse(fields: dict[str, Any]) -> TrialResult:
         for outcome in run["outcomes"]
     )
     return TrialResult(
-        run=Run(outcomes, tuple(run["due_s"]), run["seconds"]),
+        run=Run(outcomes, tuple(run["due_s"]), run["seconds"], run.get("lag_s")),
         facts=ServerFacts(**fields["facts"]),
         commit=fields["commit"],
         scheduling_s=fields["scheduling_s"],

@@ -183,6 +183,14 @@ def test_a_client_that_is_late_is_reported(late_s, kept_up):
     assert comparison(*arms).as_json()["client_kept_up"] is kept_up
 
 
+@pytest.mark.parametrize(("lag_s", "kept_up"), [(0.02, True), (0.2, False), (None, True)])
+def test_a_client_that_reads_late_is_reported(lag_s, kept_up):
+    known = result_of(LRU, 1.0)
+    result = replace(known, run=replace(known.run, lag_s=lag_s))
+    arms = [(arm, [result, result]) for arm in (LRU, HICACHE)]
+    assert comparison(*arms).as_json()["client_kept_up"] is kept_up
+
+
 @pytest.mark.parametrize(
     ("ttft_s", "precision", "precise"),
     [
