@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rag_radix_benchmarks.ab_options import Plan, add_options
-from rag_radix_benchmarks.answers import check_same_model
+from rag_radix_benchmarks.answers import Agreement, check_same_model
 from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.charts import check_plottable
 from rag_radix_benchmarks.experiment import Experiment, turn
@@ -26,7 +26,14 @@ from rag_radix_benchmarks.figures import environment
 from rag_radix_benchmarks.limits import Limits, prefill_cost
 from rag_radix_benchmarks.progress import Remaining
 from rag_radix_benchmarks.report import as_text, write
-from rag_radix_benchmarks.results import Cell, Cells, Comparison, agreements, ratios
+from rag_radix_benchmarks.results import (
+    LATE_SHARE_LIMIT,
+    Cell,
+    Cells,
+    Comparison,
+    agreements,
+    ratios,
+)
 from rag_radix_benchmarks.servers import Servers
 from rag_radix_benchmarks.throughputs import LOWEST_SHARE, search_throughputs
 from rag_radix_benchmarks.trials import ClosedLoop, Load, OpenLoop, TrialResult, TrialStore
@@ -64,13 +71,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         throughputs = None
         if options.throughput:
             lowest = LOWEST_SHARE * min(capacities.of(arm, 0) for arm in plan.capacity_of)
-            throughputs = search_throughputs(experiment, plan.arms, lowest, plan.repeats)
+            throughputs = search_throughputs(
+                experiment, plan.arms, plan.reference, lowest, plan.repeats
+            )
     repeats = len(next(iter(next(iter(cells.values())).values())).results)
     parts = [plan.workload.part(repeat) for repeat in range(repeats)]
     comparison = Comparison(cells, plan.reference.name, parts, Limits.of(parts, plan.setup, cost))
+    figures = comparison.as_json()
+    if throughputs is not None:
+        figures["client_kept_up"] &= throughputs.client_late_share <= LATE_SHARE_LIMIT
     report = {
         "benchmark": "ab",
-        **comparison.as_json(),
+        **figures,
         "capacity_requests_per_s": capacities.as_json(),
         "throughput": throughputs and throughputs.as_json(plan.reference.name),
         **environment(),
@@ -174,10 +186,21 @@ def _measure(plan: Plan, experiment: Experiment, capacities: Capacities) -> Cell
             asked.label(capacities): {arm: Cell(tuple(of_arm)) for arm, of_arm in by_arm.items()}
             for asked, by_arm in zip(loads, results, strict=True)
         }
-        check_same_model(plan.reference.name, agreements(cells, plan.reference.name))
+        check_same_model(plan.reference.name, _comparable_answers(plan, cells))
         if repeat + 1 >= plan.repeats and is_precise(cells, plan.reference.name, plan.precision):
             break
     return cells
+
+
+def _comparable_answers(plan: Plan, cells: Cells) -> dict[str, Agreement]:
+    """Agreements with the arms whose prompts have the documents in the reference's order."""
+    found = agreements(cells, plan.reference.name)
+    order = plan.reference.programs.order
+    return {
+        arm.name: found[arm.name]
+        for arm in plan.arms
+        if arm.name in found and arm.programs.order == order
+    }
 
 
 def is_precise(cells: Cells, reference: str, precision: float | None) -> bool:

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rag_radix_benchmarks.answers import agreement, check_same_model
 from rag_radix_benchmarks.arms import NO_CACHE, Arm
 from rag_radix_benchmarks.experiment import Experiment, turn
+from rag_radix_benchmarks.load import Run
+from rag_radix_benchmarks.results import late_share
 from rag_radix_benchmarks.statistics import (
     TTFT_LIMIT_FACTOR,
+    Served,
     Throughput,
-    distribution,
     paired_ratio,
     throughput,
 )
@@ -30,10 +33,12 @@ class Throughputs:
         own_limit: By arm and repeat, under five times the arm's own TTFT at the lowest rate: the
             paper's definition, which an arm that is fast when idle finds harder to meet.
         common_limit: Under five times that of `no-cache`; None where that is no arm.
+        client_late_share: The largest of all runs; see `rag_radix_benchmarks.results.late_share`.
     """
 
     own_limit: Mapping[str, Sequence[Throughput]]
     common_limit: Mapping[str, Sequence[Throughput]] | None
+    client_late_share: float = 0.0
 
     def as_json(self, reference: str) -> dict[str, Any]:
         return {
@@ -43,20 +48,30 @@ class Throughputs:
 
 
 def search_throughputs(
-    experiment: Experiment, arms: Sequence[Arm], lowest: float, repeats: int
+    experiment: Experiment, arms: Sequence[Arm], reference: Arm, lowest: float, repeats: int
 ) -> Throughputs:
     """Search every arm in every repeat, from the rate `lowest` on.
 
     Raises:
         ConfigError: Runs are too short to overload a server.
+        WrongArmError: An arm answers as another model would, at the rate that all are asked at.
     """
+    late_shares: list[float] = []
+
+    def run(arm: Arm, rate: float, repeat: int) -> Run:
+        return experiment.run(experiment.trial(arm, OpenLoop(rate), repeat)).run
 
     def searched(arm: Arm, repeat: int, limit_s: float | None) -> Throughput:
-        def mean_ttft_s(rate: float) -> float:
-            run = experiment.run(experiment.trial(arm, OpenLoop(rate), repeat)).run
-            return distribution(run.ttft_s)["mean"]
+        def serve(rate: float) -> Served:
+            served = run(arm, rate, repeat)
+            late_shares.append(late_share([served]))
+            return Served.of(served.due_s, served.ttft_s)
 
-        return throughput(mean_ttft_s, lowest, limit_s=limit_s, precision=PRECISION)
+        return throughput(serve, lowest, limit_s=limit_s, precision=PRECISION)
+
+    def check_answers(arm: Arm) -> None:
+        pairs = [[run(each, lowest, n) for n in range(repeats)] for each in (arm, reference)]
+        check_same_model(reference.name, {arm.name: agreement(*pairs)})
 
     def all_searched(limits_s: Sequence[float | None]) -> dict[str, list[Throughput]]:
         found: dict[str, list[Throughput]] = {arm.name: [] for arm in arms}
@@ -66,10 +81,14 @@ def search_throughputs(
         return found
 
     own = all_searched([None] * repeats)
-    if NO_CACHE not in own:
-        return Throughputs(own, None)
-    limits_s = [TTFT_LIMIT_FACTOR * each.mean_ttft_s[lowest] for each in own[NO_CACHE]]
-    return Throughputs(own, all_searched(limits_s))
+    for arm in arms:
+        if arm.programs.order == reference.programs.order:
+            check_answers(arm)
+    common = None
+    if NO_CACHE in own:
+        limits_s = [TTFT_LIMIT_FACTOR * each.mean_ttft_s[lowest] for each in own[NO_CACHE]]
+        common = all_searched(limits_s)
+    return Throughputs(own, common, max(late_shares))
 
 
 def _as_json(found: Mapping[str, Sequence[Throughput]], reference: str) -> dict[str, Any]:

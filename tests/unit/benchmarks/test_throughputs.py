@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import pytest
 from rag_radix_benchmarks.arms import STOCK_ARMS
+from rag_radix_benchmarks.facts import WrongArmError
 from rag_radix_benchmarks.throughputs import search_throughputs
 from rag_radix_benchmarks.trials import Trial
 from unit.benchmarks.comparison_data import SETUP, WORKLOAD, result_of
@@ -16,7 +17,13 @@ ARMS = [STOCK_ARMS[name] for name in SERVICE_S]
 
 @dataclass
 class Queues:
-    """Takes the place of an `Experiment`: each arm is a queue with its own service time."""
+    """Takes the place of an `Experiment`: each arm is a queue with its own service time.
+
+    Attributes:
+        answers: By arm, where it isn't that of the others.
+    """
+
+    answers: dict[str, int] = field(default_factory=dict)
 
     def trial(self, arm, load, repeat):
         return Trial(SETUP, arm, WORKLOAD, load, repeat)
@@ -24,11 +31,14 @@ class Queues:
     def run(self, trial):
         service_s = SERVICE_S[trial.arm.name]
         load = min(trial.load.requests_per_s * service_s, 0.999)
-        return result_of(trial.arm, service_s * (1 + load / (2 * (1 - load))))
+        ttft_s = service_s * (1 + load / (2 * (1 - load)))
+        result = result_of(trial.arm, ttft_s, answer=self.answers.get(trial.arm.name, 7))
+        due_s = tuple(n / trial.load.requests_per_s for n in range(WORKLOAD.requests))
+        return replace(result, run=replace(result.run, due_s=due_s))
 
 
 def test_an_own_limit_gives_the_inverse_of_the_service_time_and_a_common_one_more():
-    found = search_throughputs(Queues(), ARMS, lowest=0.02, repeats=2)
+    found = search_throughputs(Queues(), ARMS, ARMS[-1], lowest=0.02, repeats=2)
     report = found.as_json("stock-hicache")
     own, common = report["own_limit"], report["common_limit"]
     for arm, service_s in SERVICE_S.items():
@@ -42,5 +52,10 @@ def test_an_own_limit_gives_the_inverse_of_the_service_time_and_a_common_one_mor
 
 
 def test_without_an_arm_without_a_cache_there_is_no_common_limit():
-    found = search_throughputs(Queues(), ARMS[1:], lowest=0.02, repeats=1)
+    found = search_throughputs(Queues(), ARMS[1:], ARMS[-1], lowest=0.02, repeats=1)
     assert found.as_json("stock-hicache")["common_limit"] is None
+
+
+def test_an_arm_that_answers_from_another_model_is_refused():
+    with pytest.raises(WrongArmError, match="stock-lru and stock-hicache answer 10 of 10"):
+        search_throughputs(Queues({"stock-lru": 9}), ARMS, ARMS[-1], lowest=0.02, repeats=2)
