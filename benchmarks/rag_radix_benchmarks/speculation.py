@@ -6,7 +6,9 @@ which is emptied and warmed up before each run. Their documents come from an IVF
 (`local`), and as waiting for the stage times measured before the server started (`remote`), as a
 vector database elsewhere would have it; `--remote-scale` makes that one larger. Arrivals are
 Poisson at `--loads` times what the server takes in a closed loop without speculation. A ratio is
-`off` over `on`: above 1, speculation is better.
+`off` over `on`: above 1, speculation is better; its interval is a 95% confidence interval over the
+repeats. Pairs of runs that are done are kept in `--out`, where they are found again as long as the
+code that they ran on is the same; searches that are waited for are timed anew.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from itertools import accumulate, product
 from pathlib import Path
 from time import perf_counter
@@ -28,8 +32,10 @@ from rag_radix_frontend.staged_ivf import StagedIVF
 
 from rag_radix.launch import serving
 from rag_radix.profile.server import ProfiledServer
+from rag_radix_benchmarks.digest import code_digest
 from rag_radix_benchmarks.facts import read_tree_report
-from rag_radix_benchmarks.figures import environment, percentile, ratios, spread
+from rag_radix_benchmarks.figures import environment, percentile, spread
+from rag_radix_benchmarks.kept import KeptFigures
 from rag_radix_benchmarks.programs import ProgramLoad, ProgramOutcome
 from rag_radix_benchmarks.questions import (
     LocalSearch,
@@ -39,6 +45,8 @@ from rag_radix_benchmarks.questions import (
     ask_by_popularity,
 )
 from rag_radix_benchmarks.search_workload import load_or_build, make_workload
+from rag_radix_benchmarks.statistics import paired_ratio
+from rag_radix_benchmarks.tables import plain, ratio_text
 
 DIMENSIONS = 384
 SEARCHES = ("remote", "local")
@@ -73,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-tokens", type=int, default=16_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep finished pairs, and go on")
     parser.add_argument("--json", action="store_true", help="end with one object on the last line")
     parser.add_argument("server_flags", nargs="*", metavar="-- SERVER FLAGS")
 
@@ -92,7 +101,16 @@ class Case:
     load: float
 
 
-Runs = dict[str, list[list[ProgramOutcome]]]
+ARMS = ("off", "on")
+# Counters of `/rag/stats` that a pair is the difference of.
+_COUNTED = (
+    *("started", "refused", "ended", "promoted", "cancelled"),
+    *("wasted_tokens", "scheduler_s"),
+)
+
+Pair = dict[str, Any]
+"""Plain values of two runs of the same questions at the same times: by arm their figures, of the
+`answers` how many were `compared` and are `different`, and `server`, what it counted meanwhile."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -103,22 +121,40 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(report))
 
 
+# Options that decide what a pair is, beside its case and its repeat.
+_OF_A_PAIR = (
+    *("model_path", "vectors", "remote_scale", "questions", "document_words", "k"),
+    *("output_tokens", "requests", "warm_up", "concurrency", "device_tokens", "seed"),
+    "server_flags",
+)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All cases, with and without speculation."""
-    searches = dict(_searches(options))
-    flags = ["--max-total-tokens", options.device_tokens]
-    flags += ["--max-running-requests", options.concurrency, "--log-level", "warning"]
-    with serving(options.model_path, [*map(str, flags), *options.server_flags]) as url:
-        bench = _Bench(url, options)
-        capacity = bench.capacity(searches["local", options.fractions[0]])
+    """All cases, with and without speculation.
+
+    Raises:
+        ConfigError: `--out` can't be used.
+    """
+    kept = KeptFigures(
+        None if options.out is None else options.out / "pairs.jsonl",
+        {
+            **{name: getattr(options, name) for name in _OF_A_PAIR},
+            "capacity_of": options.fractions[0],
+            "code": code_digest("rag_radix", "rag_radix_frontend", "rag_radix_kernels", __name__),
+        },
+    )
+    cases: dict[Case, list[Pair]] = {}
+    with ExitStack() as stack:
+        bench = _Bench(options, stack)
+        capacity = kept.get(bench.capacity)
         _progress(f"capacity: {capacity:.2f} requests/s")
-        cases = {}
         for case in (Case(*c) for c in product(options.searches, options.fractions, options.loads)):
-            search = searches[case.search, case.fraction]
-            cases[case] = bench.compare(search, case.load * capacity)
+            cases[case] = [
+                kept.get(partial(bench.pair, case, capacity, repeat), **asdict(case), repeat=repeat)
+                for repeat in range(options.repeats)
+            ]
             _progress(f"{_name(case)}: {_summary(cases[case])}")
-        totals = read_tree_report(url)["speculation"]
-    return _report(cases, capacity, totals, options)
+    return _report(cases, capacity, options)
 
 
 def _searches(options: argparse.Namespace) -> Iterator[tuple[tuple[str, float], Search]]:
@@ -143,51 +179,83 @@ def _searches(options: argparse.Namespace) -> Iterator[tuple[tuple[str, float], 
 
 
 class _Bench:
-    """One server, and programs on it."""
+    """Programs on a server, which is started when it is first asked and stopped with `stack`."""
 
-    def __init__(self, url: str, options: argparse.Namespace) -> None:
-        self._endpoint = RagEndpoint(url)
-        self._server = ProfiledServer(url)
+    def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         self._options = options
-        self._asked = 0
+        self._stack = stack
 
-    def capacity(self, search: Search) -> float:
+    @cached_property
+    def _searches(self) -> dict[tuple[str, float], Search]:
+        return dict(_searches(self._options))
+
+    @cached_property
+    def _url(self) -> str:
+        assert self._searches, "timed while the machine is quiet"
+        options = self._options
+        flags = ["--max-total-tokens", options.device_tokens]
+        flags += ["--max-running-requests", options.concurrency, "--log-level", "warning"]
+        flags = [*map(str, flags), *options.server_flags]
+        return self._stack.enter_context(serving(options.model_path, flags))
+
+    @cached_property
+    def _server(self) -> ProfiledServer:
+        return ProfiledServer(self._url)
+
+    def capacity(self) -> float:
         """Requests a second in a closed loop, without speculation."""
         options = self._options
-        questions = self._questions(options.warm_up + options.requests)
-        load = self._load(search, speculative=False)
+        questions = self._questions(options.seed)
+        load = self._load("local", options.fractions[0], speculative=False)
         self._empty()
         load.run(questions[: options.warm_up], None)
         started_s = perf_counter()
         load.run(questions[options.warm_up :], None)
         return float(options.requests / (perf_counter() - started_s))
 
-    def compare(self, search: Search, requests_per_s: float) -> Runs:
-        """Runs of both arms, in turn, of the same questions at the same times."""
-        options, runs = self._options, Runs(on=[], off=[])
-        for repeat in range(options.repeats):
-            questions = self._questions(options.warm_up + options.requests)
-            gaps = random.Random(self._asked)
-            due_s = list(
-                accumulate(gaps.expovariate(requests_per_s) for _ in range(options.requests))
-            )
-            for arm in ("on", "off") if repeat % 2 else ("off", "on"):
-                load = self._load(search, speculative=arm == "on")
-                self._empty()
-                load.run(questions[: options.warm_up], None)
-                measured = questions[options.warm_up :]
-                runs[arm].append(load.run(measured, due_s, first=options.warm_up))
-        return runs
-
-    def _load(self, search: Search, *, speculative: bool) -> ProgramLoad:
+    def pair(self, case: Case, capacity: float, repeat: int) -> Pair:
+        """Both arms, in turn, of the same questions at the same times."""
         options = self._options
-        retriever = NumberedRetriever(search, options.document_words)
-        return ProgramLoad(self._endpoint, retriever, options.k, options.output_tokens, speculative)
+        # Questions and times are those of every case's repeat.
+        seed = options.seed + 1 + repeat
+        questions = self._questions(seed)
+        gaps = random.Random(f"arrivals {seed}")
+        rate = case.load * capacity
+        due_s = list(accumulate(gaps.expovariate(rate) for _ in range(options.requests)))
+        runs: dict[str, list[ProgramOutcome]] = {}
+        before = self._counted()
+        for arm in reversed(ARMS) if repeat % 2 else ARMS:
+            load = self._load(case.search, case.fraction, speculative=arm == "on")
+            self._empty()
+            load.run(questions[: options.warm_up], None)
+            measured = questions[options.warm_up :]
+            runs[arm] = load.run(measured, due_s, first=options.warm_up)
+        after = self._counted()
+        texts = [[outcome.text for outcome in runs[arm]] for arm in ARMS]
+        return {
+            **{
+                arm: {name: float(figure(of_arm)) for name, figure in _FIGURES.items()}
+                for arm, of_arm in runs.items()
+            },
+            "answers": {
+                "compared": options.requests,
+                "different": sum(one != other for one, other in zip(*texts, strict=True)),
+            },
+            "server": {name: after[name] - before[name] for name in _COUNTED},
+        }
 
-    def _questions(self, count: int) -> list[int]:
-        self._asked += 1
+    def _load(self, search: str, fraction: float, *, speculative: bool) -> ProgramLoad:
+        options, endpoint = self._options, RagEndpoint(self._url)
+        retriever = NumberedRetriever(self._searches[search, fraction], options.document_words)
+        return ProgramLoad(endpoint, retriever, options.k, options.output_tokens, speculative)
+
+    def _questions(self, seed: int) -> list[int]:
         options = self._options
-        return ask_by_popularity(options.questions, count, options.seed + self._asked)
+        return ask_by_popularity(options.questions, options.warm_up + options.requests, seed)
+
+    def _counted(self) -> dict[str, float]:
+        counters: dict[str, float] = read_tree_report(self._url)["speculation"]
+        return counters
 
     def _empty(self) -> None:
         self._server.wait_until_idle()
@@ -211,72 +279,83 @@ _RATIOS = ("mean_ttft_s", "p90_ttft_s", "search_not_overlapped_s")
 
 
 def _report(
-    cases: Mapping[Case, Runs],
-    capacity: float,
-    totals: Mapping[str, float],
-    options: argparse.Namespace,
+    cases: Mapping[Case, Sequence[Pair]], capacity: float, options: argparse.Namespace
 ) -> dict[str, Any]:
+    pairs = [pair for of_case in cases.values() for pair in of_case]
+    counted = {name: sum(pair["server"][name] for pair in pairs) for name in _COUNTED}
     return {
         "benchmark": "speculation",
-        "cases": [{**vars(case), **_compared(runs)} for case, runs in cases.items()],
+        "cases": [{**asdict(case), **_compared(of_case)} for case, of_case in cases.items()],
         "capacity_requests_per_s": capacity,
-        "server": dict(totals),
+        "server": counted,
         # All requests that weren't speculative, and all passes, are in it.
-        "scheduler_s_per_speculation": totals["scheduler_s"] / max(1, totals["started"]),
+        "scheduler_s_per_speculation": counted["scheduler_s"] / max(1, counted["started"]),
         **environment(),
         "config": {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(options).items()
-            if name != "run"
+            if name not in ("run", "out")
         },
     }
 
 
-def _compared(runs: Runs) -> dict[str, Any]:
-    values = {
-        arm: {name: [figure(run) for run in of_arm] for name, figure in _FIGURES.items()}
-        for arm, of_arm in runs.items()
+def _compared(pairs: Sequence[Pair]) -> dict[str, Any]:
+    values = {arm: {name: [pair[arm][name] for pair in pairs] for name in _FIGURES} for arm in ARMS}
+    answers = {
+        name: sum(pair["answers"][name] for pair in pairs) for name in ("compared", "different")
     }
     return {
-        "ratios": {name: ratios(values["off"][name], values["on"][name]) for name in _RATIOS},
+        "ratios": {
+            name: asdict(paired_ratio(values["off"][name], values["on"][name])) for name in _RATIOS
+        },
         "arms": {
             arm: {name: spread(of_name) for name, of_name in of_arm.items()}
             for arm, of_arm in values.items()
         },
-        "same_answers": [[o.text for o in run] for run in runs["on"]]
-        == [[o.text for o in run] for run in runs["off"]],
+        "answers": answers,
+        "same_answers": not answers["different"],
     }
 
 
 def _table(report: Mapping[str, Any]) -> str:
-    lines = [
-        f"{'search':<8}{'index':>7}{'load':>6}  {'search off':>11}{'not overlapped on':>19}"
-        f"{'ratio':>7} (least..most)  {'TTFT off':>9}{'on':>8}{'ratio':>7} (least..most)  kept"
+    header = [
+        *("search", "index", "load", "search off, ms", "not overlapped on, ms", "ratio"),
+        *("TTFT off, s", "on, s", "ratio", "kept", "same answers"),
     ]
+    rows = []
     for case in report["cases"]:
         on, off, ratio = case["arms"]["on"], case["arms"]["off"], case["ratios"]
-        lines.append(
-            f"{case['search']:<8}{case['fraction']:>7.1%}{case['load']:>6.2f}  "
-            f"{off['search_not_overlapped_s']['median'] * 1e3:>9.1f}ms"
-            f"{on['search_not_overlapped_s']['median'] * 1e3:>17.1f}ms"
-            f"{_ratio(ratio['search_not_overlapped_s'])}  "
-            f"{off['mean_ttft_s']['median']:>8.3f}s{on['mean_ttft_s']['median']:>7.3f}s"
-            f"{_ratio(ratio['mean_ttft_s'])}  {on['kept']['median']:.0%}"
+        rows.append(
+            [
+                case["search"],
+                f"{case['fraction']:.1%}",
+                f"{case['load']:.2f}",
+                f"{off['search_not_overlapped_s']['median'] * 1e3:.1f}",
+                f"{on['search_not_overlapped_s']['median'] * 1e3:.1f}",
+                ratio_text(ratio["search_not_overlapped_s"]),
+                f"{off['mean_ttft_s']['median']:.3f}",
+                f"{on['mean_ttft_s']['median']:.3f}",
+                ratio_text(ratio["mean_ttft_s"]),
+                f"{on['kept']['median']:.0%}",
+                same_answers(case),
+            ]
         )
-    lines.append(
-        "CPU time of the scheduler in speculations, by those started: "
+    return (
+        f"{plain(header, rows)}\nCPU time of the scheduler in speculations, by those started: "
         f"{report['scheduler_s_per_speculation'] * 1e3:.3f} ms"
     )
-    return "\n".join(lines)
 
 
-def _ratio(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['median']:>7.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
+def same_answers(case: Mapping[str, Any]) -> str:
+    """How many answers of a case are the same with and without speculation."""
+    compared, different = (case["answers"][name] for name in ("compared", "different"))
+    return f"{compared - different} of {compared}"
 
 
-def _summary(runs: Runs) -> str:
-    ratio = _compared(runs)["ratios"]
-    return ", ".join(f"{name} off/on {ratio[name]['median']:.2f}" for name in _RATIOS)
+def _summary(pairs: Sequence[Pair]) -> str:
+    compared = _compared(pairs)
+    words = [f"{name} off/on {ratio_text(ratio)}" for name, ratio in compared["ratios"].items()]
+    return ", ".join([*words, f"{same_answers(compared)} answers the same"])
 
 
 def _name(case: Case) -> str:

@@ -132,13 +132,13 @@ def _speculation(report: Mapping[str, Any]) -> Any:
     names = [f"{c['search']}\n{c['fraction']:.0%}\nload {c['load']:g}" for c in report["cases"]]
     titles = {"search_not_overlapped_s": "search not overlapped", "mean_ttft_s": "mean TTFT"}
     for axis, (name, title) in zip(axes, titles.items(), strict=True):
-        spreads = [case["ratios"][name] for case in report["cases"]]
-        medians = [each["median"] for each in spreads]
+        ratios = [case["ratios"][name] for case in report["cases"]]
+        values = [each["value"] for each in ratios]
         errors = [
-            [each["median"] - each["min"] for each in spreads],
-            [each["max"] - each["median"] for each in spreads],
+            [abs((each[end] or each["value"]) - each["value"]) for each in ratios]
+            for end in ("low", "high")
         ]
-        axis.bar(range(len(names)), medians, yerr=errors, capsize=3)
+        axis.bar(range(len(names)), values, yerr=errors, capsize=3)
         axis.axhline(1, color="black", linestyle="--", linewidth=1)
         axis.set_xticks(range(len(names)), names, fontsize=7)
         axis.set_ylabel(f"{title}: without ÷ with speculation")

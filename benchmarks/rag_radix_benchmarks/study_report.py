@@ -15,7 +15,7 @@ from rag_radix_benchmarks.study_changes import other_options
 from rag_radix_benchmarks.study_charts import draw_part
 from rag_radix_benchmarks.study_file import Part, Study
 from rag_radix_benchmarks.study_results import Measured, Results
-from rag_radix_benchmarks.study_tables import spread_text, tables
+from rag_radix_benchmarks.study_tables import tables
 from rag_radix_benchmarks.tables import markdown, ratio_text
 
 PAPER = "[RAGCache](https://arxiv.org/abs/2404.12457)"
@@ -115,10 +115,12 @@ def _findings(part: Part, measured: Sequence[Measured]) -> Iterator[str]:
         elif report["benchmark"] == "speculation":
             for case in report["cases"]:
                 search, ttft = (
-                    spread_text(case["ratios"][name])
-                    for name in ("search_not_overlapped_s", "mean_ttft_s")
+                    case["ratios"][name] for name in ("search_not_overlapped_s", "mean_ttft_s")
                 )
-                yield f"{case['search']}, load {case['load']:g}: search {search}, TTFT {ttft}"
+                yield (
+                    f"{case['search']}, load {case['load']:g}: search {ratio_text(search)}, TTFT "
+                    f"{ratio_text(ttft)}, {reading(ttft)}"
+                )
         elif report["benchmark"] == "host-memory":
             yield from _policies(report)
 

@@ -33,7 +33,7 @@ RATIOS = [
 LADDER = ["step", "mean TTFT before ÷ after", "after it is"]
 SPECULATION = [
     *("search, part of index, load", "not overlapped, off → on, ms", "off ÷ on"),
-    *("TTFT, off → on, s", "off ÷ on", "kept"),
+    *("TTFT, off → on, s", "off ÷ on", "with it is", "kept", "same answers"),
 ]
 
 
@@ -56,7 +56,7 @@ def tables(part: Part, measured: Measured) -> Iterator[Table]:
         title = f"{measured.step.label}: hit rate and, in brackets, the share of the bound"
         yield Table(title, *host_memory.table(dict(report)))
     elif report["benchmark"] == "speculation":
-        title = f"{measured.step.label}; median (least–most) of the repeats"
+        title = f"{measured.step.label}: medians of the repeats, ratios over all of them"
         yield Table(title, SPECULATION, [_case(each) for each in report["cases"]])
 
 
@@ -140,20 +140,18 @@ def _ratio(arm: str, ratios: Mapping[str, Any], prefill: Mapping[str, float] | N
 
 def _case(case: Mapping[str, Any]) -> list[str]:
     on, off, ratios = case["arms"]["on"], case["arms"]["off"], case["ratios"]
+    answers = case["answers"]
     search = "search_not_overlapped_s"
     return [
         f"{case['search']}, {case['fraction']:.1%}, {case['load']:g}",
         f"{off[search]['median'] * 1e3:.1f} → {on[search]['median'] * 1e3:.1f}",
-        spread_text(ratios[search]),
+        ratio_text(ratios[search]),
         f"{off['mean_ttft_s']['median']:.3f} → {on['mean_ttft_s']['median']:.3f}",
-        spread_text(ratios["mean_ttft_s"]),
+        ratio_text(ratios["mean_ttft_s"]),
+        reading(ratios["mean_ttft_s"]),
         f"{on['kept']['median']:.0%}",
+        f"{answers['compared'] - answers['different']} of {answers['compared']}",
     ]
-
-
-def spread_text(spread: Mapping[str, float]) -> str:
-    """Median, and least and largest."""
-    return f"{spread['median']:.2f} ({spread['min']:.2f}–{spread['max']:.2f})"
 
 
 def _text(value: float | None, form: str, unit: float = 1.0) -> str:

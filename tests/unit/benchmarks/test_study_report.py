@@ -31,6 +31,10 @@ def spread(median):
     return {"min": median / 2, "median": median, "max": 2 * median}
 
 
+def ratio(value):
+    return {"value": value, "low": value / 2, "high": 2 * value, "pairs": 3}
+
+
 def speculation_report():
     figures = {"search_not_overlapped_s": spread(0.1), "mean_ttft_s": spread(0.5)}
     return {
@@ -41,7 +45,8 @@ def speculation_report():
                 "fraction": 0.25,
                 "load": 0.5,
                 "arms": {arm: {**figures, "kept": spread(0.9)} for arm in ("on", "off")},
-                "ratios": {"search_not_overlapped_s": spread(4.0), "mean_ttft_s": spread(1.5)},
+                "ratios": {"search_not_overlapped_s": ratio(4.0), "mean_ttft_s": ratio(1.5)},
+                "answers": {"compared": 42, "different": 1},
             }
         ],
         "commit": "beef",
@@ -89,7 +94,9 @@ def test_every_part_stands_in_the_overview(study, text):
     (scheduling,) = (line for line in overview if "Scheduling time" in line)
     assert "1 request/s: `stock-lru` 1.25 ms; the bar of 1 ms" in scheduling
     assert "doesn't hold with stock-lru (1.25)<br>2 requests/s: `stock-lru` 1.25 ms" in scheduling
-    assert "remote, load 0.5: search 4.00 (2.00–8.00), TTFT 1.50 (0.75–3.00)" in text
+    found = "search 4.00 (2.00..8.00), TTFT 1.50 (0.75..3.00), open"
+    assert f"remote, load 0.5: {found}" in text
+    assert "| 1.50 (0.75..3.00) | open | 90% | 41 of 42 |" in text
 
 
 def test_ratios_are_read_and_stand_beside_what_the_bound_allows(text):
