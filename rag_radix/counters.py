@@ -20,7 +20,7 @@ class RequestCounters:
         host_hit_documents: Found whole, at least in part on host or in storage.
         dropped_tail_nodes: Tails that left the device without a copy.
         dropped_tail_tokens: Their tokens.
-        refused_nodes: Nodes that the policy did not find worth a copy to host.
+        refused_nodes: Nodes that at their eviction the policy did not find worth a copy to host.
         refused_tokens: Their tokens.
         saved_prefill_s: Prefill that the hits have saved, by the cost table.
     """

@@ -178,7 +178,10 @@ class SwapOut:
                     continue
                 if not (mode == "eager" or node.keeps_host_copy or tree.storing.wants(node)):
                     continue
-                if self._tokens_in_flight() + node.statistics.tokens > limit:
+                tokens = node.statistics.tokens
+                if tokens > limit:
+                    continue  # it never fits, and may not keep what is behind it from being copied
+                if self._tokens_in_flight() + tokens > limit:
                     return
                 self._copy(node, ahead=True)
         finally:
@@ -220,8 +223,9 @@ class SwapOut:
             return False
         if self._is_choosy and not is_needed and not self._is_admitted(node, victims):
             component.keep(victims)
-            tree.counters.refused_nodes += 1
-            tree.counters.refused_tokens += tokens
+            if not ahead:  # it is asked again and again while it stays on the device
+                tree.counters.refused_nodes += 1
+                tree.counters.refused_tokens += tokens
             return False
         are_alike = host_slots.are_alike
         if missing > 0:

@@ -193,13 +193,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "refused_nodes",
         "counter",
-        "Nodes that the policy didn't find worth a copy to host",
+        "Nodes that the policy didn't find worth a copy to host at their eviction",
         _request("refused_nodes"),
     ),
     Metric(
         "refused_tokens",
         "counter",
-        "Tokens that the policy didn't find worth a copy to host",
+        "Tokens that the policy didn't find worth a copy to host at their eviction",
         _request("refused_tokens"),
     ),
     Metric(

@@ -38,6 +38,25 @@ def test_a_document_is_not_copied_over_one_that_is_worth_more():
         h.check()
 
 
+def test_what_is_not_worth_a_copy_ahead_of_eviction_counts_as_refused_once_it_leaves():
+    with plus(device_tokens=400, host_tokens=40, policy_config={"swap_out": "eager"}) as h:
+        for _ in range(9):
+            alone(h, "hot")
+        evict(h, 1000)
+        assert h.on_host("hot")
+        copied = h.tree.tree_core.swapped_out_tokens
+        for question in range(3):
+            h.serve([*document("cold"), question], [("cold", 0, 40)], output=())
+        assert not h.on_host("cold")
+        assert h.on_host("hot")
+        assert h.tree.tree_core.swapped_out_tokens == copied
+        assert h.tree.counters.refused_nodes == 0
+        evict(h, 1000)
+        assert "cold" not in h.ends()
+        assert (h.tree.counters.refused_nodes, h.tree.counters.refused_tokens) == (1, 40)
+        h.check()
+
+
 def test_host_copies_that_the_device_has_as_well_make_room_first():
     with plus(device_tokens=400, host_tokens=84) as h:
         for name in "aabb":

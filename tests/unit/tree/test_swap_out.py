@@ -116,6 +116,17 @@ def test_eager_copies_in_flight_lock_a_quarter_of_the_device_at_most():
         h.check()
 
 
+def test_a_document_too_large_to_copy_ahead_keeps_no_other_from_it():
+    config = {"swap_out": "eager"}
+    with harness(device_tokens=400, host_tokens=800, policy_config=config) as h:
+        tokens = [*document("a"), *document("large", 120), *document("b"), 1]
+        h.serve(tokens, [("a", 0, 40), ("large", 40, 160), ("b", 160, 200)], output=())
+        assert [h.on_host(name) for name in ("a", "large", "b")] == [True, False, True]
+        evict(h, 1000)  # it is copied when it leaves, with its parent or without
+        assert all(h.on_host(name) and not h.on_device(name) for name in ("a", "large", "b"))
+        h.check()
+
+
 def test_a_device_tier_of_two_prompts_does_not_starve_on_eager_copies():
     config = {"swap_out": "eager"}
     with harness(device_tokens=130, host_tokens=800, policy_config=config) as h:
