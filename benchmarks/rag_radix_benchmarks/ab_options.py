@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ _Number = TypeVar("_Number", int, float)
 # model of 135M parameters.
 FULL = {"loads": "0.5,0.8,0.95", "repeats": 5, "warm_up": 150, "requests": 100}
 QUICK = {"loads": "0.8", "repeats": 4, "warm_up": 50, "requests": 28}
+# Popularity that moves does so this often in a run: a test of it, and still time to follow.
+MOVES = 8
+# Of what a server holds, SGLang leaves some free of a request.
+SPARE_TOKENS = 6
 AT_LEAST_ONE = (
     *("repeats", "requests", "output_tokens"),
     *("device_tokens", "host_tokens", "page_size", "chunk_tokens", "running_requests"),
@@ -78,6 +83,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--document-tokens", type=int, default=200, help="mean, workloads")
     parser.add_argument("--k", type=int, default=2, help="documents a request")
     parser.add_argument("--output-tokens", type=int, default=4, help="of a request")
+    parser.add_argument(
+        "--most-prompt-tokens",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="documents are cut so that no prompt is longer, workloads (default: what the device "
+        "tier and the context of a model in a local folder hold)",
+    )
+    parser.add_argument(
+        "--drift-every",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help=f"requests between shifts of popularity, drift (default: run / {MOVES})",
+    )
+    parser.add_argument(
+        "--burst-window",
+        type=int,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help=f"requests that a burst reaches back, burst (default: run / {MOVES})",
+    )
     _add_sized(parser, "--requests", int, "measured in a run")
     _add_sized(parser, "--warm-up", int, "requests of a run that fill its cache before")
     _add_sized(parser, "--repeats", int, "of each arm at each load")
@@ -224,7 +251,7 @@ class Plan:
             setup=setup,
             arms=tuple(arms),
             reference=_arm(arms, "--reference", given.get("reference", _last_tree(arms))),
-            workload=_workload(options, given["warm_up"], given["requests"], most_repeats),
+            workload=_workload(options, setup, given["warm_up"], given["requests"], most_repeats),
             repeats=given["repeats"],
             most_repeats=most_repeats,
             precision=options.precision,
@@ -239,9 +266,11 @@ class Plan:
         )
 
 
-def _workload(options: argparse.Namespace, warm_up: int, requests: int, repeats: int) -> Workload:
+def _workload(
+    options: argparse.Namespace, setup: Setup, warm_up: int, requests: int, repeats: int
+) -> Workload:
     if options.trace is not None:
-        return Recorded.open(options.trace, warm_up, requests, repeats)
+        return Recorded.open(options.trace, warm_up, requests, repeats, options.seed)
     if options.corpus is not None:
         # The retriever brings Faiss along.
         from rag_radix_benchmarks.corpus import CorpusPrograms, CorpusQuestions
@@ -264,6 +293,7 @@ def _workload(options: argparse.Namespace, warm_up: int, requests: int, repeats:
             requests=requests,
             seed=options.seed,
         )
+    moves = max((warm_up + requests) // MOVES, 1)
     return Synthetic(
         name=options.workload,
         documents=options.documents,
@@ -273,7 +303,21 @@ def _workload(options: argparse.Namespace, warm_up: int, requests: int, repeats:
         warm_up=warm_up,
         requests=requests,
         seed=options.seed,
+        drift_every=getattr(options, "drift_every", moves),
+        burst_window=getattr(options, "burst_window", moves),
+        most_prompt_tokens=getattr(
+            options, "most_prompt_tokens", _held_tokens(setup) - options.output_tokens
+        ),
     )
+
+
+def _held_tokens(setup: Setup) -> int:
+    """Most tokens of a request, output included, as far as the options tell."""
+    held = setup.device_tokens // setup.page_size * setup.page_size
+    config = Path(setup.model_path) / "config.json"
+    if config.exists():
+        held = min(held, json.loads(config.read_text()).get("max_position_embeddings", held))
+    return held - SPARE_TOKENS
 
 
 def _has_cuda() -> bool:

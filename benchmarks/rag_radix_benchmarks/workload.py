@@ -47,7 +47,12 @@ class Synthetic:
     """A workload of `rag_radix.replay.workloads`, sized to the machine; arrivals are Poisson.
 
     Each repeat is a trace of its own seed: the interval of a ratio covers the draw of corpus and
-    requests as well as the noise of the machine.
+    requests as well as the noise of the machine. Attributes that aren't named here are arguments
+    of `generate`.
+
+    Attributes:
+        warm_up: Requests of a repeat that aren't measured.
+        requests: Requests of a repeat that are.
     """
 
     name: str
@@ -58,6 +63,9 @@ class Synthetic:
     warm_up: int
     requests: int
     seed: int
+    drift_every: int
+    burst_window: int
+    most_prompt_tokens: int
 
     def part(self, repeat: int) -> Part:
         trace = generate(
@@ -68,6 +76,9 @@ class Synthetic:
             documents=self.documents,
             mean_document_tokens=self.document_tokens,
             output_tokens=self.output_tokens,
+            drift_every=self.drift_every,
+            burst_window=self.burst_window,
+            most_prompt_tokens=self.most_prompt_tokens,
         )
         return Part(tuple(trace[: self.warm_up]), tuple(trace[self.warm_up :]))
 
@@ -81,15 +92,17 @@ class Recorded:
         digest: Of its content.
         warm_up: Requests of a repeat that aren't measured.
         requests: Requests of a repeat that are.
+        seed: Of the texts.
     """
 
     path: str
     digest: str
     warm_up: int
     requests: int
+    seed: int
 
     @classmethod
-    def open(cls, path: Path, warm_up: int, requests: int, repeats: int) -> Recorded:
+    def open(cls, path: Path, warm_up: int, requests: int, repeats: int, seed: int) -> Recorded:
         """Check that the file has enough requests.
 
         Raises:
@@ -103,7 +116,7 @@ class Recorded:
                 f"{warm_up} + {requests} need {needed}: lower --repeats, --warm-up or --requests"
             )
         digest = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
-        return cls(str(path), digest, warm_up, requests)
+        return cls(str(path), digest, warm_up, requests, seed)
 
     def part(self, repeat: int) -> Part:
         length = self.warm_up + self.requests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,10 @@ class Corpus:
     def topics(self) -> int:
         """How many topics there are."""
         return len(self.ranking)
+
+    def cut(self, most_tokens: int) -> Corpus:
+        """The same corpus with no document longer than this."""
+        return replace(self, lengths_tokens=self.lengths_tokens.clip(max=most_tokens))
 
     def document_shares(self, topic_shares: Floats, k: int) -> Floats:
         """Expected share of all top-`k` retrievals of each document, `[documents]`."""

@@ -23,7 +23,8 @@ the stated share holds.
 |                |               |                  | version of its document in 5%        |
 | `uniform`      | -             | -                | all topics equally popular           |
 
-The stated share is that of the topic popularity: one-offs, scans and bursts come on top of it.
+Shifts and windows are parameters: a short trace needs smaller ones. The stated share is that of
+the topic popularity: one-offs, scans and bursts come on top of it.
 A one-off is a document that is retrieved once and never again.
 
 How hard they are, with k = 2, tiers of 50,000 and 524,288 tokens, 100,000 requests after 20,000
@@ -62,6 +63,9 @@ QUESTION_TOKENS = (50, 151)
 # A hop's question, and what the model wrote before it retrieved again.
 HOP_TOKENS = (60, 261)
 WORDINGS = 4
+# Of the workloads whose popularity moves, for a corpus of 300,000 documents.
+DRIFT_EVERY = 20_000
+BURST_WINDOW = 300
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,8 @@ class Workload:
         hot_documents: Part of the documents that is called hot.
         hot_share: Share of the retrievals that the hot documents get; None: equal popularity.
         hops: Retrievals in one prompt, with generated text between them.
-        drift_every: Requests between two shifts of popularity; 0: none.
-        drifting: Part of the topics that trade their popularity in a shift.
+        drifting: Part of the topics that trade their popularity in a shift; 0: no shifts.
         bursts: Part of the requests that take the topic of a recent one.
-        burst_window: How far back, in requests, "recent" reaches.
         one_offs: Part of the retrievals that meet a document never seen again.
         scans: Part of the requests that belong to one sequential pass over cold documents.
         updates: Part of the retrievals after which the document has a new version.
@@ -84,10 +86,8 @@ class Workload:
     hot_documents: float = 0.03
     hot_share: float | None = 0.60
     hops: int = 1
-    drift_every: int = 0
-    drifting: float = 0.5
+    drifting: float = 0.0
     bursts: float = 0.0
-    burst_window: int = 300
     one_offs: float = 0.0
     scans: float = 0.0
     updates: float = 0.0
@@ -98,9 +98,9 @@ WORKLOADS: dict[str, Workload] = {
     "mmlu-hot": Workload(hot_share=0.85),
     "nq-like": Workload(hot_documents=0.10, hot_share=0.50),
     "hotpot-like": Workload(hot_documents=0.10, hot_share=0.50, hops=2),
-    "drift": Workload(drift_every=20_000, one_offs=0.1),
+    "drift": Workload(drifting=0.5, one_offs=0.1),
     "burst": Workload(bursts=0.5, one_offs=0.1),
-    "drift-burst": Workload(drift_every=20_000, bursts=0.5, one_offs=0.1),
+    "drift-burst": Workload(drifting=0.5, bursts=0.5, one_offs=0.1),
     "scan": Workload(scans=0.3),
     "update-heavy": Workload(updates=0.05),
     "uniform": Workload(hot_share=None),
@@ -117,6 +117,9 @@ def generate(
     mean_document_tokens: int = 1_500,
     requests_per_s: float = 1.0,
     output_tokens: int = 8,
+    drift_every: int = DRIFT_EVERY,
+    burst_window: int = BURST_WINDOW,
+    most_prompt_tokens: int | None = None,
 ) -> list[TraceRequest]:
     """The first `requests` requests of workload `name`; the same arguments give the same trace.
 
@@ -129,9 +132,15 @@ def generate(
         mean_document_tokens: Mean length of a document.
         requests_per_s: Mean arrival rate.
         output_tokens: Tokens generated for each request.
+        drift_every: Requests between two shifts of popularity, in workloads that have any.
+        burst_window: How far back, in requests, the topics of bursts reach, in workloads that
+            have any.
+        most_prompt_tokens: Documents are cut so that no prompt is longer, whichever of them it
+            holds; None leaves them as they are drawn.
 
     Raises:
-        ConfigError: No such workload, or `k` or `documents` out of range.
+        ConfigError: No such workload, `k`, `documents`, `drift_every` or `burst_window` out of
+            range, or prompts that have no room for documents.
     """
     if name not in WORKLOADS:
         raise ConfigError(f"no workload {name!r}: take one of {', '.join(WORKLOADS)}")
@@ -139,10 +148,15 @@ def generate(
         raise ConfigError(f"k={k}: a topic ranks {RANKED} documents, give 1 to {RANKED}")
     if documents < 3 * RANKED:
         raise ConfigError(f"documents={documents}: give at least {3 * RANKED}")
+    for meaning, count in {"drift_every": drift_every, "burst_window": burst_window}.items():
+        if count < 1:
+            raise ConfigError(f"{meaning}={count}: give at least 1 request")
     workload = WORKLOADS[name]
     rng = np.random.default_rng(seed)
     corpus = make_corpus(rng, documents, mean_document_tokens)
-    topics = _topics(rng, workload, corpus, requests, k)
+    if most_prompt_tokens is not None:
+        corpus = corpus.cut(_most_document_tokens(workload, k, most_prompt_tokens))
+    topics = _topics(rng, workload, corpus, requests, k, drift_every, burst_window)
     places = [_retrieved(rng, corpus, topics, k)]
     hop_tokens = np.zeros((requests, 0), dtype=np.int64)
     for _ in range(1, workload.hops):
@@ -190,8 +204,27 @@ def generate(
     ]
 
 
+def _most_document_tokens(workload: Workload, k: int, most_prompt_tokens: int) -> int:
+    """Length of documents with which a prompt of the longest ones fits."""
+    beside = SYSTEM_TOKENS + workload.hops * (k - 1) * SEPARATOR_TOKENS
+    beside += (workload.hops - 1) * (HOP_TOKENS[1] - 1) + QUESTION_TOKENS[1] - 1
+    left = (most_prompt_tokens - beside) // (workload.hops * k)
+    if left < 1:
+        raise ConfigError(
+            f"prompts of {most_prompt_tokens} tokens have no room for {workload.hops * k} "
+            f"documents beside {beside} other tokens"
+        )
+    return left
+
+
 def _topics(
-    rng: np.random.Generator, workload: Workload, corpus: Corpus, requests: int, k: int
+    rng: np.random.Generator,
+    workload: Workload,
+    corpus: Corpus,
+    requests: int,
+    k: int,
+    drift_every: int,
+    burst_window: int,
 ) -> Integers:
     """The topic of each request's first hop, `[requests]`."""
     if workload.hot_share is None:
@@ -202,7 +235,7 @@ def _topics(
     popularity = by_popularity.clip(max=corpus.topics - 1)
     order = np.arange(corpus.topics)
     topics = np.empty(requests, dtype=np.int64)
-    period = workload.drift_every or requests
+    period = drift_every if workload.drifting else requests
     for first in range(0, requests, period):
         if first:
             moving = rng.choice(
@@ -211,7 +244,7 @@ def _topics(
             order[moving] = order[rng.permutation(moving)]
         topics[first : first + period] = order[popularity[first : first + period]]
     repeats = rng.random(requests) < workload.bursts
-    back = rng.integers(1, workload.burst_window + 1, requests)
+    back = rng.integers(1, burst_window + 1, requests)
     source = np.arange(requests)
     repeats &= source >= back
     source[repeats] -= back[repeats]

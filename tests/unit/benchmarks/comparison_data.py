@@ -33,6 +33,9 @@ WORKLOAD = Synthetic(
     warm_up=10,
     requests=5,
     seed=3,
+    drift_every=5,
+    burst_window=5,
+    most_prompt_tokens=3_000,
 )
 
 

@@ -60,6 +60,45 @@ def test_arms_differ_in_their_own_flags_alone():
     assert not any("hicache" in flag for flag in asked.setup.flags(asked.arms[1]))
 
 
+def test_popularity_moves_some_times_in_a_run_of_any_length():
+    asked = plan("--workload", "drift-burst", "--warm-up", "400", "--requests", "80").workload
+    assert (asked.drift_every, asked.burst_window) == (60, 60)
+    given = plan("--workload", "drift", "--drift-every", "7", "--burst-window", "9").workload
+    assert (given.drift_every, given.burst_window) == (7, 9)
+
+
+def test_prompts_fit_the_device_tier_and_the_context_where_it_is_known(tmp_path):
+    def most(*arguments):
+        return plan(*arguments, "--output-tokens", "4").workload.most_prompt_tokens
+
+    assert most("--device-tokens", "3010", "--page-size", "16") == 3008 - 10
+    assert most("--most-prompt-tokens", "123") == 123
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    assert most("--model-path", str(tmp_path)) == 512 - 10
+
+
+CONTEXT = {"Mistral-7B-v0.1": 32_768, "Mixtral-8x7B-v0.1": 32_768}
+CONTEXT |= {"Llama-2-7b-hf": 4_096, "Llama-2-70b-hf": 4_096}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("study", ["cpu", "paper-cuda"])
+def test_the_longest_prompt_of_every_step_of_the_studies_fits(study, quick):
+    for part in read_study(study).parts.values():
+        for step in part.steps_of(quick):
+            arguments = [*step.arguments(quick), *("--", *part.server_flags)]
+            if step.bench != "ab" or "--corpus" in arguments:
+                continue
+            # The peer of the study is served elsewhere.
+            asked = plan(*(each.replace("@PEER", "@http://there") for each in arguments))
+            longest = asked.workload.most_prompt_tokens + asked.workload.output_tokens
+            # SmolLM2's context, where the study names no model.
+            context = CONTEXT.get(asked.setup.model_path.partition("/")[2], 8_192)
+            assert longest < min(asked.setup.device_tokens, context)
+            # And documents are seldom cut.
+            assert longest >= 1.2 * asked.workload.k * asked.workload.document_tokens
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

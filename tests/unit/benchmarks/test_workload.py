@@ -38,7 +38,7 @@ def test_repeats_take_consecutive_parts_of_a_trace_file(tmp_path):
         for i in range(7)
     ]
     write_trace(path, trace)
-    recorded = Recorded.open(path, warm_up=1, requests=2, repeats=2)
+    recorded = Recorded.open(path, warm_up=1, requests=2, repeats=2, seed=0)
     assert recorded.part(1) == Part(tuple(trace[3:4]), tuple(trace[4:6]))
 
 
@@ -46,4 +46,4 @@ def test_a_trace_file_too_short_is_refused(tmp_path):
     path = tmp_path / "trace.jsonl"
     write_trace(path, requests(range(5)))
     with pytest.raises(ConfigError, match=r"has 5 requests, 2 repeats of 1 \+ 2 need 6"):
-        Recorded.open(path, warm_up=1, requests=2, repeats=2)
+        Recorded.open(path, warm_up=1, requests=2, repeats=2, seed=0)

@@ -111,6 +111,42 @@ def test_bursts_repeat_a_topic_within_300_requests() -> None:
     assert repeated("burst") > repeated("mmlu-like") + 0.15
 
 
+def test_drift_and_bursts_can_be_sized_to_a_short_trace() -> None:
+    def popular(trace: list[TraceRequest]) -> set[str]:
+        counts = Counter(retrievals(trace))
+        return {document for document, _ in counts.most_common(20)}
+
+    drift = generate("drift", requests=6_000, seed=2, documents=300, drift_every=3_000)
+    assert len(popular(drift[:1_500]) & popular(drift[1_500:3_000])) > 15
+    assert len(popular(drift[1_500:3_000]) & popular(drift[3_000:4_500])) < 15
+
+    def repeated(window: int) -> float:
+        trace = generate("burst", requests=2_000, seed=2, documents=30_000, burst_window=window)
+        topics = [request.documents[0].id for request in trace]
+        return float(np.mean([topics[i] in topics[max(i - 5, 0) : i] for i in range(2_000)]))
+
+    assert repeated(5) > repeated(300) + 0.2
+
+
+@pytest.mark.parametrize(("name", "k"), [("mmlu-like", 5), ("hotpot-like", 3), ("drift", 1)])
+def test_documents_are_cut_so_that_every_prompt_fits(name: str, k: int) -> None:
+    def longest(limit: int | None) -> int:
+        trace = generate(
+            name,
+            requests=2_000,
+            seed=1,
+            k=k,
+            documents=3_000,
+            mean_document_tokens=1_000,
+            most_prompt_tokens=limit,
+        )
+        return max(request.prompt_tokens for request in trace)
+
+    assert longest(None) > 4_096 >= longest(4_096) > 2_500
+    with pytest.raises(ConfigError, match="no room for"):
+        longest(150)
+
+
 @pytest.mark.parametrize("name", ["drift", "burst", "drift-burst"])
 def test_a_tenth_of_the_retrievals_in_dynamic_workloads_is_never_repeated(name: str) -> None:
     documents = retrievals(small(name))
