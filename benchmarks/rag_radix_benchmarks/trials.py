@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,11 +13,15 @@ import orjson
 
 from rag_radix.errors import ConfigError
 from rag_radix_benchmarks.arms import Arm
+from rag_radix_benchmarks.digest import code_digest
 from rag_radix_benchmarks.facts import Counters, ServerFacts
-from rag_radix_benchmarks.figures import commit
+from rag_radix_benchmarks.figures import commit, environment
 from rag_radix_benchmarks.load import Outcome, Run
 from rag_radix_benchmarks.setup import Setup
 from rag_radix_benchmarks.workload import Workload
+
+# That may decide how a run goes.
+CODE = ("rag_radix", "rag_radix_frontend", "rag_radix_kernels", "rag_radix_benchmarks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Equal for equal trials, in any process."""
+        """Equal for equal trials of the same code on such a machine, in any process."""
         fields = {
             "model": self.setup.model_path,
             "flags": self.setup.flags(self.arm),
@@ -63,11 +68,20 @@ class Trial:
             "workload": [type(self.workload).__name__, vars(self.workload)],
             "load": [type(self.load).__name__, asdict(self.load)],
             "repeat": self.repeat,
+            "measured_by": _measured_by(),
         }
         return hashlib.blake2b(orjson.dumps(fields), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
         return f"{self.arm.name}, {self.load}, repeat {self.repeat + 1}"
+
+
+@functools.cache
+def _measured_by() -> list[Any]:
+    """Code, versions and processor: a run of others is another run."""
+    here = environment()
+    hardware = {name: here["hardware"][name] for name in ("processor", "cores")}
+    return [code_digest(*CODE), here["versions"], hardware]
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rag_radix_benchmarks import trials
 from rag_radix_benchmarks.arms import STOCK_ARMS
 from rag_radix_benchmarks.facts import Counters
-from rag_radix_benchmarks.figures import commit
+from rag_radix_benchmarks.figures import commit, environment
 from rag_radix_benchmarks.trials import ClosedLoop, OpenLoop, Trial, TrialResult, TrialStore
+from rag_radix_benchmarks.workload import Recorded
 from unit.benchmarks.comparison_data import SETUP, WORKLOAD, result_of
 
 from rag_radix.errors import ConfigError
 
 LRU = STOCK_ARMS["stock-lru"]
+HARDWARE = environment()["hardware"]
 TRIAL = Trial(SETUP, LRU, WORKLOAD, OpenLoop(1.5), repeat=0)
 
 
@@ -26,11 +29,41 @@ TRIAL = Trial(SETUP, LRU, WORKLOAD, OpenLoop(1.5), repeat=0)
         replace(TRIAL, arm=STOCK_ARMS["stock-hicache"]),
         replace(TRIAL, arm=replace(LRU, url="http://elsewhere")),
         replace(TRIAL, workload=replace(WORKLOAD, seed=4)),
+        replace(TRIAL, workload=replace(WORKLOAD, burst_window=6)),
+        replace(TRIAL, workload=Recorded("trace", "digest", 1, 2, seed=0)),
         replace(TRIAL, setup=replace(SETUP, device_tokens=4096)),
     ],
 )
 def test_whatever_decides_a_run_is_in_its_key(other):
     assert other.key != TRIAL.key
+
+
+def test_texts_of_another_seed_are_another_run_of_a_recorded_trace():
+    keys = {
+        replace(TRIAL, workload=Recorded("trace", "digest", 1, 2, seed=seed)).key for seed in (0, 7)
+    }
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("of", "other"),
+    [
+        ("code_digest", lambda *modules: "of another checkout"),
+        ("environment", lambda: {"versions": {"sglang": "0.6"}, "hardware": HARDWARE}),
+        (
+            "environment",
+            lambda: {**environment(), "hardware": {**HARDWARE, "processor": "another"}},
+        ),
+    ],
+)
+def test_a_run_of_other_code_or_of_another_machine_is_another_run(monkeypatch, of, other):
+    before = TRIAL.key
+    trials._measured_by.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(trials, of, other)
+        assert TRIAL.key != before
+    trials._measured_by.cache_clear()
+    assert TRIAL.key == before
 
 
 def test_a_run_is_found_again_by_another_process(tmp_path):
