@@ -1,7 +1,8 @@
 """`rag-radix bench study`: everything that RESULTS.md says, part by part.
 
 A study is a file with the sizes, loads and seeds of all its parts (`--study`: one that comes along
-or a .toml file). `--list` shows the parts, `--part` measures some, one after the other, and
+or a .toml file). `--list` shows the parts with
+their minutes as estimated and as measured, `--part` measures some, one after the other, and
 keeps their figures in `--results`; runs that are done are kept in `--work`, so that an interrupted
 part goes on. `--write FILE` makes one report of all results that there are; it says which parts
 weren't measured, and which only in the `--quick` version: fewer arms, loads and requests.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,9 +62,9 @@ def run(options: argparse.Namespace) -> None:
     asked = [study.part(name) for name in options.part]
     if options.write is not None:
         check_plottable()
-    if options.list:
-        print(plain(["part", "minutes", "quick"], _listed(study, options)))
     results = Results(options.results)
+    if options.list:
+        print(plain(["part", "minutes", "quick", "measured"], _listed(study, results, options)))
     for part in asked:
         for step in part.steps_of(options.quick):
             progress(f"{part.name}, {step.label}")
@@ -79,14 +81,17 @@ def _measured(part: Part, step: Step, options: argparse.Namespace) -> dict[str, 
     module = benchmark(step.bench)
     version = "quick" if options.quick else "full"
     arguments = _arguments(part, step, options)
-    places = []
-    if step.bench == "ab":
-        folder = options.work / f"{part.name}-{step.name}-{version}"
-        folder.mkdir(parents=True, exist_ok=True)
-        places = ["--out", str(folder)]
-    report: dict[str, Any] = module.measure(_parsed(step, [*places, *arguments]))
-    config = report["config"]
-    return {**report, "command": _printable(step, arguments, config.get("model_path"))}
+    folder = options.work / f"{part.name}-{step.name}-{version}"
+    folder.mkdir(parents=True, exist_ok=True)
+    resumed = any(path.stat().st_size for path in folder.glob("*.jsonl"))
+    started = time.monotonic()
+    report: dict[str, Any] = module.measure(_parsed(step, ["--out", str(folder), *arguments]))
+    return {
+        **report,
+        "command": _printable(step, arguments, report["config"].get("model_path")),
+        # Of this process alone: what was done before isn't in the seconds of one that goes on.
+        "wall": {"seconds": time.monotonic() - started, "resumed": resumed},
+    }
 
 
 def _arguments(part: Part, step: Step, options: argparse.Namespace) -> list[str]:
@@ -117,15 +122,27 @@ def _printable(step: Step, arguments: Sequence[str], model_path: str | None) -> 
     return shlex.join(["rag-radix", "bench", step.bench, *named])
 
 
-def _listed(study: Study, options: argparse.Namespace) -> list[list[str]]:
+def _listed(study: Study, results: Results, options: argparse.Namespace) -> list[list[str]]:
     width = max(map(len, study.parts))
     return [
         [
             f"{name:<{width}}  {part.title}",
             *(_minutes(study, part, quick, options) for quick in (False, True)),
+            _measured_minutes(results.of(part)),
         ]
         for name, part in study.parts.items()
     ]
+
+
+def _measured_minutes(measured: Sequence[Measured]) -> str:
+    """What the results took, with a + where a part of it was done before or isn't known."""
+    walls = [each.report.get("wall") for each in measured]
+    known = [wall for wall in walls if wall is not None]
+    if not known:
+        return "-"
+    more = "+" if len(known) < len(walls) or any(wall["resumed"] for wall in known) else ""
+    quick = " quick" if any(each.quick for each in measured) else ""
+    return f"{sum(wall['seconds'] for wall in known) / 60:.0f}{more}{quick}"
 
 
 def _minutes(study: Study, part: Part, quick: bool, options: argparse.Namespace) -> str:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 from rag_radix.replay.trace import TraceRequest
 from rag_radix_benchmarks.ab_options import Plan
+from rag_radix_benchmarks.arms import NO_CACHE
 from rag_radix_benchmarks.study_file import Machine
 from rag_radix_benchmarks.throughputs import LOWEST_SHARE
 
 # Rates that a search of a throughput measures: it doubles the lowest one up to twice the capacity,
 # and halves the last factor of two three times. By the capacity:
 SEARCHED_SHARES = (*(LOWEST_SHARE * 2**n for n in range(5)), *(1.0,) * 3)
+# The search under the limit of no-cache knows the rates of the first one: it may double once more,
+# and halves anew.
+SEARCHED_AGAIN_SHARES = (1.0,) * 4
 
 
 def comparison_minutes(plan: Plan, throughput: bool, machine: Machine) -> float:
@@ -29,6 +33,9 @@ def comparison_minutes(plan: Plan, throughput: bool, machine: Machine) -> float:
     if throughput:
         searches = len(plan.arms) * plan.repeats
         seconds += searches * _runs_s(SEARCHED_SHARES, warm_up_s, measured_s)
+        if any(arm.name == NO_CACHE for arm in plan.arms):
+            again = searches - plan.repeats  # all but no-cache itself
+            seconds += again * _runs_s(SEARCHED_AGAIN_SHARES, warm_up_s, measured_s)
     started = sum(arm.url is None for arm in plan.arms)
     return (seconds + started * machine.server_start_s) / 60
 

@@ -8,8 +8,10 @@ import shlex
 
 import pytest
 from rag_radix_benchmarks import study as module
+from rag_radix_benchmarks.ab_options import Plan
 from rag_radix_benchmarks.command import benchmark
-from rag_radix_benchmarks.study_file import last_of_each, read_study
+from rag_radix_benchmarks.study_estimate import SEARCHED_SHARES, comparison_minutes
+from rag_radix_benchmarks.study_file import Machine, last_of_each, read_study
 from rag_radix_benchmarks.study_results import Results
 
 from rag_radix.errors import ConfigError
@@ -85,10 +87,10 @@ def test_every_step_of_the_studies_that_come_along_is_a_command_that_parses(name
                 parser.parse_args(arguments)
 
 
-def test_parts_of_the_cpu_study_end_within_the_hour(capsys):
-    run("--list", "--model-path", "MODEL")
+def test_parts_of_the_cpu_study_end_within_the_hour(tmp_path, capsys):
+    run("--list", "--model-path", "MODEL", "--results", tmp_path)
     lines = capsys.readouterr().out.splitlines()[1:]
-    minutes = {line.split()[0]: tuple(map(int, line.split()[-2:])) for line in lines}
+    minutes = {line.split()[0]: tuple(map(int, line.split()[-3:-1])) for line in lines}
     assert set(minutes) == set(read_study("cpu").parts)
     assert all(full <= 60 for full, _ in minutes.values())
 
@@ -114,7 +116,8 @@ def test_a_part_is_measured_kept_and_reported(path, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     report = tmp_path / "docs" / "RESULTS.md"
     report.parent.mkdir()
-    run("--study", path, "--part", "memory", "--quick", "--results", tmp_path / "r")
+    places = ["--results", tmp_path / "r", "--work", tmp_path / "w"]
+    run("--study", path, "--part", "memory", "--quick", *places)
     assert "a replay: hit rate" in capsys.readouterr().out
     run("--study", path, "--results", tmp_path / "r", "--write", report)
     text = report.read_text()
@@ -123,6 +126,33 @@ def test_a_part_is_measured_kept_and_reported(path, tmp_path, capsys):
     assert "**Not run**: `rag-radix bench study --part main`" in text
     assert "](results/memory.png)" in text
     assert (tmp_path / "docs" / "results" / "memory.png").exists()
+
+
+def test_a_part_that_goes_on_says_so_of_the_time_that_it_took(path, tmp_path, capsys):
+    common = ["--study", path, "--results", tmp_path / "r", "--work", tmp_path / "w"]
+    common += ["--model-path", "MODEL"]
+    for listed in ("0 quick", "0+ quick"):
+        run(*common, "--part", "memory", "--quick")
+        capsys.readouterr()
+        run(*common, "--list")
+        main, memory = capsys.readouterr().out.splitlines()[1:]
+        assert main.endswith(" -")
+        assert memory.endswith(f" {listed}")
+
+
+@pytest.mark.parametrize("first", ["stock-lru", "no-cache"])
+def test_a_search_under_the_limit_of_no_cache_takes_its_time_too(first):
+    parser = argparse.ArgumentParser()
+    benchmark("ab").add_options(parser)
+    options = ["--model-path", "MODEL", "--arms", f"{first},knowledge-tree", "--repeats", "1"]
+    options += ["--throughput", "--concurrency", "2", "--warm-up", "0", "--requests", "10"]
+    plan = Plan.of(parser.parse_args(options))
+    tokens = sum(request.prompt_tokens for request in plan.workload.part(0).measured)
+    machine = Machine(prompt_tokens_per_s=tokens, server_start_s=0)
+    # A run at capacity takes a second: of the closed loop two, one for the capacity.
+    searches = sum(1 / min(share, 1) for share in SEARCHED_SHARES)
+    seconds = 2 + 1 + 2 * searches + (4 if first == "no-cache" else 0)
+    assert comparison_minutes(plan, True, machine) == pytest.approx(seconds / 60)
 
 
 def test_the_full_version_of_a_step_comes_before_the_quick_one(path, tmp_path):
