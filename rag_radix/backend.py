@@ -12,7 +12,7 @@ from typing import Any
 from rag_radix import door, scheduler_hooks
 from rag_radix.component import KnowledgeComponent
 from rag_radix.cost_model import PrefillCostTable, default_cost_table
-from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
+from rag_radix.errors import ConfigError, IncompatibleSGLangError, UnsupportedError
 from rag_radix.knowledge_tree import KnowledgeTree
 from rag_radix.profile.file import profile_mismatch
 from rag_radix.profile.server import Conditions
@@ -29,6 +29,7 @@ from rag_radix.sglang_compat import (
     registered_tree_core_backends,
     use_verified_files,
 )
+from rag_radix.storage.agreement import is_alike
 from rag_radix.storage.identity import weights_digest
 from rag_radix.tree_core import KnowledgeTreeCore
 
@@ -49,7 +50,8 @@ def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
         IncompatibleSGLangError: The installed SGLang isn't the one we extend, or something
             we registered isn't in use.
         UnsupportedError: The model or a flag can't be combined with the knowledge tree.
-        ConfigError: A wrong policy or policy setting.
+        ConfigError: A wrong policy or policy setting, or a cost table that isn't the same on all
+            ranks.
         TraceError: The trace can't be written.
     """
     check_sglang()
@@ -61,10 +63,21 @@ def create_knowledge_tree(ctx: Any) -> KnowledgeTree:
     policy = policy_name(args)
     config = args.radix_eviction_policy_config
     tree = build_tree(ctx, policy, served(config))
+    _agree_on_cost(tree)
     _log_start(tree, args)
     if config and "cost_table" in config and ctx.tp_rank == 0:
         _warn_of_foreign_profile(config["cost_table"], ctx)
     return tree
+
+
+def _agree_on_cost(tree: KnowledgeTree) -> None:
+    """Each rank has read the cost table from where it runs, and would rank by its own."""
+    settings = tree.settings
+    if not is_alike(tree, repr(settings.prefill_cost).encode()):
+        raise ConfigError(
+            f"The prefill cost from {settings.cost_source} isn't the same on all ranks: give each "
+            "the same file as cost_table in --radix-eviction-policy-config"
+        )
 
 
 def _warn_of_foreign_profile(path: str, ctx: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from e2e.cpu_server import running_server
 from e2e.exactness import ask, ask_all, assert_intact, make_prompts
 from e2e.tiny_model import make_tiny_llama, make_tiny_mla
+
+from rag_radix.cost_model import PrefillCostTable
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -42,9 +45,14 @@ def test_two_ranks_decide_and_answer_alike(tmp_path, policy, swap_out):
         "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
     }
     flags = [*FLAGS, "--tp-size", "2", "--radix-eviction-policy", policy]
-    flags += ["--radix-eviction-policy-config", json.dumps({"swap_out": swap_out})]
+    profile = tmp_path / "profile.json"
+    table = PrefillCostTable((0, 512), (1, 512), ((0.001, 0.5), (0.002, 0.9)))
+    profile.write_text(json.dumps(asdict(table)))
+    config = {"swap_out": swap_out, "cost_table": str(profile)}
+    flags += ["--radix-eviction-policy-config", json.dumps(config)]
     with running_server(make_tiny_llama(tmp_path), *flags, env=env) as server:
         assert_cached_answers_equal_cold_ones(server)
+        assert f"prefill cost from {profile}" in server.log()
 
 
 def test_latent_attention_is_exact_over_both_tiers(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+from tree_harness import harness
 
 from rag_radix import backend, door, scheduler_hooks
-from rag_radix.errors import IncompatibleSGLangError, UnsupportedError
+from rag_radix.errors import ConfigError, IncompatibleSGLangError, UnsupportedError
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +108,25 @@ def test_loaded_but_not_selected_sglang_keeps_its_own_cache_choices_and_methods(
         "print(before == after, registry.registered_radix_cache_backends())\n"
     ).splitlines()
     assert lines[-1] == "True ['knowledge-tree']"
+
+
+def test_ranks_that_have_read_different_cost_tables_do_not_start(monkeypatch, tmp_path):
+    path = tmp_path / "profile.json"
+    table = {"cached_tokens": [0, 9], "new_tokens": [1, 9], "seconds": [[1, 2], [3, 4]]}
+    path.write_text(json.dumps(table))
+    compared = []
+
+    def all_reduce(tree, tensor, op):
+        compared.append(tensor.tolist())
+        assert op == torch.distributed.ReduceOp.MIN
+        # What the two ranks come to of which the other has another digest.
+        tensor.copy_(torch.minimum(tensor, torch.tensor([5, -5])))
+
+    with harness(device_tokens=100, policy_config={"cost_table": str(path)}) as h:
+        backend._agree_on_cost(h.tree)
+        monkeypatch.setattr(type(h.tree), "_all_reduce_attn_groups", all_reduce)
+        with pytest.raises(ConfigError, match=f"{path} isn't the same on all ranks: give each"):
+            backend._agree_on_cost(h.tree)
+    with harness(device_tokens=100) as h, pytest.raises(ConfigError, match="the model's shape"):
+        backend._agree_on_cost(h.tree)
+    assert compared[0] != compared[1]

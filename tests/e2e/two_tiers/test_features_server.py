@@ -20,7 +20,8 @@ def prompts() -> list[Prompt]:
 
 def test_one_line_in_the_log_names_tree_policy_and_tiers(server):
     (line,) = [line for line in server.log().splitlines() if "Knowledge tree:" in line]
-    for part in ("KnowledgeTree", "Pgdsf", "device 2,048 tokens (1 MiB)", "host", "page 1"):
+    cost = "prefill cost from the model's shape"
+    for part in ("KnowledgeTree", "Pgdsf", cost, "device 2,048 tokens (1 MiB)", "host", "page 1"):
         assert part in line
 
 
