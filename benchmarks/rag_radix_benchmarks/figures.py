@@ -7,7 +7,8 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def environment() -> dict[str, Any]:
             "processor": _processor(),
             "cores": os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "gpus": _gpus(),
         },
     }
 
@@ -61,6 +63,31 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--short", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Name and memory of each that this process sees.
+
+    Asking for them takes memory of each GPU until the process ends, so this is for the end of a
+    measurement. A build of torch without CUDA isn't asked.
+    """
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return []
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [{"name": each.name, "memory_bytes": each.total_memory} for each in found]
+
+
+def hardware_words(hardware: Mapping[str, Any]) -> str:
+    """A machine, from the `hardware` of `environment`."""
+    words = f"{hardware['cores']} cores of {hardware['processor'] or 'an unnamed processor'}"
+    words += f" with {hardware['memory_bytes'] / 2**30:.0f} GiB"
+    # Results of earlier versions lack GPUs.
+    kinds = Counter((gpu["name"], gpu["memory_bytes"]) for gpu in hardware.get("gpus", ()))
+    for (name, memory_bytes), count in kinds.items():
+        words += f", {count} × {name} with {memory_bytes / 2**30:.0f} GiB"
+    return words
 
 
 def _processor() -> str:

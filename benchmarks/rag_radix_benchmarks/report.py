@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rag_radix_benchmarks.charts import draw
+from rag_radix_benchmarks.figures import hardware_words
 from rag_radix_benchmarks.limits import memory_words
 from rag_radix_benchmarks.readings import scheduling_words
 from rag_radix_benchmarks.tables import (
@@ -94,11 +95,10 @@ def as_markdown(report: Mapping[str, Any], charts: Mapping[str, str]) -> str:
         charts: Files beside it, by what they show.
     """
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    hardware = report["hardware"]
     parts = [
         "# A/B comparison",
-        f"`{report['config']['model_path']}` on {hardware['cores']} cores of "
-        f"{hardware['processor'] or 'an unnamed processor'}; {versions}; commit "
+        f"`{report['config']['model_path']}` on {hardware_words(report['hardware'])}; {versions}; "
+        "commit "
         f"{', '.join(each or 'unknown' for each in report['commits'])}. Times are seconds, over "
         f"{report['config']['repeats']} repeats; intervals are of 95% confidence.",
         f"```\nrag-radix {' '.join(map(shlex.quote, report['command']))}\n```",

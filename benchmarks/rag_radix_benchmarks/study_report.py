@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rag_radix_benchmarks.figures import hardware_words
 from rag_radix_benchmarks.limits import memory_words
 from rag_radix_benchmarks.readings import MEANINGS, reading, scheduling_words, summary
 from rag_radix_benchmarks.study_changes import other_options
@@ -65,15 +66,10 @@ def _head(study: Study) -> Iterator[str]:
 
 def _provenance(report: Mapping[str, Any]) -> str:
     """What a result was measured on and with."""
-    hardware = report["hardware"]
-    machine = (
-        f"{hardware['cores']} cores of {hardware['processor'] or 'an unnamed processor'} with "
-        f"{hardware['memory_bytes'] / 2**30:.0f} GiB"
-    )
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     commits = report.get("commits") or [report["commit"]]
     short = ", ".join("unknown" if each is None else _short(each) for each in commits)
-    return f"{machine}; {versions}; commit {short}"
+    return f"{hardware_words(report['hardware'])}; {versions}; commit {short}"
 
 
 def _short(commit: str) -> str:

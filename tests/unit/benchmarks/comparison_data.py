@@ -97,7 +97,7 @@ def example_report() -> dict[str, Any]:
         "throughput": Throughputs(found, found).as_json("stock-hicache"),
         "commits": ["c0ffee"],
         "versions": {"sglang": "0.5.23"},
-        "hardware": {"cores": 2, "processor": "a processor"},
+        "hardware": {"cores": 2, "processor": "a processor", "memory_bytes": 2**34},
         "config": {
             "model_path": "some/model",
             "repeats": 2,
