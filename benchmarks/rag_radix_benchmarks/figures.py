@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -65,18 +67,29 @@ def commit() -> str | None:
         return None
 
 
+_GPUS = """
+import json, torch
+found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+print(json.dumps([{"name": each.name, "memory_bytes": each.total_memory} for each in found]))
+"""
+
+
+@functools.cache
 def _gpus() -> list[dict[str, Any]]:
     """Name and memory of each that this process sees.
 
-    Asking for them takes memory of each GPU until the process ends, so this is for the end of a
-    measurement. A build of torch without CUDA isn't asked.
+    Another process asks, as whoever asks holds memory of a GPU until it ends; none where torch is
+    built without CUDA.
     """
     import torch
 
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    if torch.version.cuda is None:
         return []
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [{"name": each.name, "memory_bytes": each.total_memory} for each in found]
+    asked = subprocess.run(
+        [sys.executable, "-c", _GPUS], capture_output=True, text=True, check=True
+    )
+    gpus: list[dict[str, Any]] = json.loads(asked.stdout)
+    return gpus
 
 
 def hardware_words(hardware: Mapping[str, Any]) -> str:
