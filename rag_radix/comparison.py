@@ -2,8 +2,9 @@
 
 Only where the environment asks for it (`RAG_RADIX_COMPARISON`). SGLang doesn't state which cache
 it built, nor what it copies between its tiers, so its internal state is given what the scheduler
-really holds, the CPU time that it has taken to choose batches, and the bytes moved each way; and
-its older `RadixCache`, which it builds for special models alone, can be selected by name.
+really holds, the CPU time that choosing batches and keeping what they computed has taken, and the
+bytes moved each way; and its older `RadixCache`, which it builds for special models alone, can be
+selected by name.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from rag_radix.settings import TreeSettings
 
 STATE_KEY = "rag_radix_comparison"
-"""Key in the scheduler's internal state: `observed` as `built`, `scheduling_s`, `moved_bytes`."""
+"""Key in the scheduler's internal state: `observed` as `built`, `scheduling_parts_s` and
+`moved_bytes`."""
 
 RADIX_CACHE_BACKEND = "sglang-radix-cache"
 """Value of `--radix-cache-backend` that selects SGLang's `RadixCache`."""
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_CACHING = "sglang.srt.mem_cache.common"
 _TRANSFERS = "sglang.srt.managers.cache_controller.HiCacheController"
 
 
@@ -36,7 +40,10 @@ def install() -> None:
 
         scheduler = f"{_SCHEDULER}.Scheduler"
         HookRegistry.register(f"{scheduler}.get_internal_state", _add_state, HookType.AFTER)
-        HookRegistry.register(f"{scheduler}.get_next_batch_to_run", _timed, HookType.AROUND)
+        HookRegistry.register(f"{scheduler}.get_next_batch_to_run", _choosing, HookType.AROUND)
+        # By which every cache is told of a prefill's end and of a request's.
+        for told in ("checkpoint_kv_cache", "release_kv_cache"):
+            HookRegistry.register(f"{_CACHING}.{told}", _keeping, HookType.AROUND)
         HookRegistry.register(f"{_TRANSFERS}.start_writing", _writing, HookType.AROUND)
         HookRegistry.register(f"{_TRANSFERS}.start_loading", _loading, HookType.AROUND)
 
@@ -50,34 +57,50 @@ def _radix_cache(ctx: Any) -> Any:
 def _add_state(result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     result.internal_state[STATE_KEY] = {
         "built": observed(scheduler),
-        "scheduling_s": _scheduling.seconds,
+        "scheduling_parts_s": _scheduling.parts_s,
         "moved_bytes": (
             {"out": _moved.out, "in": _moved.back} if scheduler.enable_hierarchical_cache else None
         ),
     }
 
 
-@dataclass
-class _CpuTime:
-    """CPU time of the scheduler's thread in choosing batches, since the process began.
+class CpuTime:
+    """CPU time of the scheduler's thread, since the process began.
 
-    Copies between the tiers, which a GPU makes by itself, aren't in `seconds` but in `copying_s`.
+    Attributes:
+        parts_s: By part, `choosing` batches and `keeping` what they computed; what is kept while
+            a batch is chosen is in `choosing`.
+        copying_s: Of copies between the tiers, which a GPU makes by itself; in no part.
     """
 
-    seconds: float = 0.0
-    copying_s: float = 0.0
+    def __init__(self) -> None:
+        self.parts_s = {"choosing": 0.0, "keeping": 0.0}
+        self.copying_s = 0.0
+        self._is_timed = False
+
+    def timed(self, part: str, function: Callable[[], Any]) -> Any:
+        """Call a function and count its time into a part, unless its caller's is counted."""
+        if self._is_timed:
+            return function()
+        started_s, copied_s = time.thread_time(), self.copying_s
+        self._is_timed = True
+        try:
+            return function()
+        finally:
+            self._is_timed = False
+            copying_s = self.copying_s - copied_s
+            self.parts_s[part] += time.thread_time() - started_s - copying_s
 
 
-_scheduling = _CpuTime()
+_scheduling = CpuTime()
 
 
-def _timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    started_s, copied_s = time.thread_time(), _scheduling.copying_s
-    try:
-        return original(*args, **kwargs)
-    finally:
-        copying_s = _scheduling.copying_s - copied_s
-        _scheduling.seconds += time.thread_time() - started_s - copying_s
+def _choosing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _scheduling.timed("choosing", partial(original, *args, **kwargs))
+
+
+def _keeping(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _scheduling.timed("keeping", partial(original, *args, **kwargs))
 
 
 def _copied(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

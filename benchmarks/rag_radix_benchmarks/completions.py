@@ -68,7 +68,7 @@ class CompletionServer:
 
     def counters(self) -> Counters:
         """A peer counts nothing that could be read everywhere."""
-        return Counters(scheduling_s=None, moved_bytes=None, tree=None)
+        return Counters(scheduling_parts_s=None, moved_bytes=None, tree=None)
 
     def _converted(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return [completion_body(body, self.facts.model) for body in bodies]

@@ -39,14 +39,15 @@ class Counters:
     """What a server has counted since it started; None where it doesn't.
 
     Attributes:
-        scheduling_s: CPU time in choosing batches. What SGLang does there belongs to it: order,
-            matching, eviction, slots; copies between the tiers don't.
+        scheduling_parts_s: CPU time by part: `choosing` batches, `keeping` what prefills computed
+            and what requests leave. What SGLang does there belongs to it: order, matching,
+            eviction, insertion, slots; copies between the tiers don't.
         moved_bytes: Copied between the tiers, to host (`out`) and back (`in`); None without a host
             tier.
         tree: The knowledge tree's `/rag/stats`.
     """
 
-    scheduling_s: float | None
+    scheduling_parts_s: Mapping[str, float] | None
     moved_bytes: Mapping[str, int] | None
     tree: Mapping[str, Any] | None
 
@@ -71,7 +72,7 @@ def read_counters(url: str) -> Counters:
     state = _state(get_json(f"{url}/server_info"), url)
     has_tree = state["built"]["cache"] == "KnowledgeTree"
     tree = read_tree_report(url) if has_tree else None
-    return Counters(state["scheduling_s"], state["moved_bytes"], tree)
+    return Counters(state["scheduling_parts_s"], state["moved_bytes"], tree)
 
 
 def _state(info: Mapping[str, Any], url: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Cell:
         host_tokens = sum(outcome.host_tokens for outcome in outcomes)
         tpot_s = [each.tpot_s for each in outcomes if each.tpot_s is not None]
         requests = len(outcomes)
+        parts_s = self._scheduling_parts_s(requests)
         return {
             "requests": requests,
             "ttft_s": distribution([outcome.ttft_s for outcome in outcomes]),
@@ -53,18 +54,20 @@ class Cell:
             / max(sum(each.documents for each in found), 1),
             "recomputed_tokens": (prompt_tokens - device_tokens - host_tokens) / requests,
             "share_of_bound": limits.share_reached(runs),
-            "scheduling_s": self._scheduling_s(requests),
+            "scheduling_s": None if parts_s is None else math.fsum(parts_s.values()),
+            "scheduling_parts_s": parts_s,
             "moved_bytes": self._moved(requests),
             "evicted_tokens": self._evicted(requests),
             "search_not_overlapped_s": _mean_search_s(outcomes),
             "client_late_share": late_share(runs),
         }
 
-    def _scheduling_s(self, requests: int) -> float | None:
-        seconds = [result.scheduling_s for result in self.results]
-        if any(each is None for each in seconds):
+    def _scheduling_parts_s(self, requests: int) -> dict[str, float] | None:
+        found = [result.scheduling_parts_s for result in self.results]
+        if any(each is None for each in found):
             return None
-        return math.fsum(each for each in seconds if each) / requests
+        parts = found[0] or {}
+        return {part: math.fsum(each[part] for each in found if each) / requests for part in parts}
 
     def _moved(self, requests: int) -> dict[str, float] | None:
         moved = [result.moved for result in self.results]

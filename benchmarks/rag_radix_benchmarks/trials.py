@@ -92,7 +92,8 @@ class TrialResult:
         run: The measured requests.
         facts: What the server said of itself.
         commit: Of the checkout that it was measured with; see `rag_radix_benchmarks.figures`.
-        scheduling_s: CPU time that it took to choose batches meanwhile, where it tells.
+        scheduling_parts_s: CPU time that scheduling took meanwhile, by part, where it tells; see
+            `rag_radix_benchmarks.facts.Counters`.
         moved: Bytes copied to host (`out`) and back (`in`) meanwhile; None without a host tier.
         tree: Its `/rag/stats` at the end.
         evicted_tokens: That left each tier meanwhile, by the tier's name; None where the server
@@ -102,7 +103,7 @@ class TrialResult:
     run: Run
     facts: ServerFacts
     commit: str | None = None
-    scheduling_s: float | None = None
+    scheduling_parts_s: Mapping[str, float] | None = None
     moved: Mapping[str, int] | None = None
     tree: Mapping[str, Any] | None = None
     evicted_tokens: Mapping[str, int] | None = None
@@ -110,9 +111,12 @@ class TrialResult:
     @classmethod
     def of(cls, run: Run, facts: ServerFacts, before: Counters, after: Counters) -> TrialResult:
         """A run with what a server counted during it."""
-        scheduling_s, moved, evicted = None, None, None
-        if before.scheduling_s is not None and after.scheduling_s is not None:
-            scheduling_s = after.scheduling_s - before.scheduling_s
+        parts_s, moved, evicted = None, None, None
+        if before.scheduling_parts_s is not None and after.scheduling_parts_s is not None:
+            parts_s = {
+                part: seconds - before.scheduling_parts_s[part]
+                for part, seconds in after.scheduling_parts_s.items()
+            }
         if before.moved_bytes is not None and after.moved_bytes is not None:
             moved = {way: after.moved_bytes[way] - before.moved_bytes[way] for way in ("out", "in")}
         if before.tree is not None and after.tree is not None:
@@ -121,7 +125,7 @@ class TrialResult:
                 for tier in ("device", "host")
                 if after.tree[tier] is not None
             }
-        return cls(run, facts, commit(), scheduling_s, moved, after.tree, evicted)
+        return cls(run, facts, commit(), parts_s, moved, after.tree, evicted)
 
 
 class TrialStore:
@@ -177,7 +181,7 @@ def _parse(fields: dict[str, Any]) -> TrialResult:
         run=Run(outcomes, tuple(run["due_s"]), run["seconds"], run.get("lag_s")),
         facts=ServerFacts(**fields["facts"]),
         commit=fields["commit"],
-        scheduling_s=fields["scheduling_s"],
+        scheduling_parts_s=fields.get("scheduling_parts_s"),
         moved=fields["moved"],
         tree=fields["tree"],
         evicted_tokens=fields.get("evicted_tokens"),

@@ -31,7 +31,7 @@ class Scripted(SGLangServer):
 
     def counters(self):
         self.calls.append(("counters", None))
-        return Counters(float(len(self.calls)), None, None)
+        return Counters({"choosing": float(len(self.calls))}, None, None)
 
     def closed_loop(self, bodies, concurrency):
         self.calls.append(("closed loop", concurrency))
@@ -76,7 +76,7 @@ def test_a_run_empties_then_warms_then_counts_around_its_load(experiment, server
     first_use, warm_up, measured = server.bodies
     assert [len(warm_up), len(measured)] == [WORKLOAD.warm_up, WORKLOAD.requests]
     assert first_use == measured[:2]
-    assert result.scheduling_s == 2.0
+    assert result.scheduling_parts_s == {"choosing": 2.0}
 
 
 def test_a_warm_up_generates_one_token_and_the_load_all(experiment, server):

@@ -56,6 +56,17 @@ def test_figures_are_over_the_requests_of_all_repeats():
     assert figures["moved_bytes"] is None
 
 
+def test_scheduling_is_the_sum_of_its_parts_a_request():
+    parts_s = {"choosing": 0.02, "keeping": 0.01}
+    results = [replace(result_of(LRU, 1.0), scheduling_parts_s=parts_s)] * 2
+    figures = Cell(tuple(results)).figures(PARTS, Limits.of(PARTS, SETUP, tokens))
+    each = {part: seconds / WORKLOAD.requests for part, seconds in parts_s.items()}
+    assert figures["scheduling_parts_s"] == pytest.approx(each)
+    assert figures["scheduling_s"] == pytest.approx(0.03 / WORKLOAD.requests)
+    unknown = Cell((results[0], result_of(LRU, 1.0)))
+    assert unknown.figures(PARTS, Limits.of(PARTS, SETUP, tokens))["scheduling_s"] is None
+
+
 def one_request(hit_tokens):
     outcome = Outcome(1.0, 1.0, 0.0, 100, hit_tokens, 0, 1, (1,))
     return Run((outcome,), (0.0,), 1.0)

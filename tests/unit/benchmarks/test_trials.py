@@ -112,11 +112,13 @@ def tree_that_evicted(device_tokens, host_tokens):
 
 
 def test_what_a_server_counted_during_a_run_is_a_difference():
-    before = Counters(1.5, {"out": 100, "in": 10}, tree_that_evicted(20, 3))
-    after = Counters(1.75, {"out": 300, "in": 10}, tree_that_evicted(50, 3))
+    parts_s = {"choosing": 1.5, "keeping": 0.5}
+    before = Counters(parts_s, {"out": 100, "in": 10}, tree_that_evicted(20, 3))
+    parts_s = {"choosing": 1.75, "keeping": 0.625}
+    after = Counters(parts_s, {"out": 300, "in": 10}, tree_that_evicted(50, 3))
     known = result_of(LRU, 0.25)
     result = TrialResult.of(known.run, known.facts, before, after)
-    assert result.scheduling_s == pytest.approx(0.25)
+    assert result.scheduling_parts_s == {"choosing": 0.25, "keeping": 0.125}
     assert result.moved == {"out": 200, "in": 0}
     assert result.tree == after.tree
     assert result.evicted_tokens == {"device": 30, "host": 0}
