@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rag_radix_benchmarks.arms import parse_arms
+
 # An interval around 1 that ends within this part of 1 is as good as equal.
 EQUAL_WITHIN = 0.03
 
@@ -79,6 +81,12 @@ def prefill_ratios(
     if theirs < 1 - _ROUNDING:
         ratios["of_rest"] = (own - theirs) / (1 - theirs)
     return ratios
+
+
+def arms_of_other_prompts(report: Mapping[str, Any]) -> list[str]:
+    """Arms that put a prompt's documents in another order than the reference of `bench ab` does."""
+    orders = {arm.name: arm.programs.order for arm in parse_arms(report["config"]["arms"])}
+    return [arm for arm, order in orders.items() if order != orders[report["reference"]]]
 
 
 def scheduling_words(by_arm: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 from rag_radix_benchmarks.charts import draw
 from rag_radix_benchmarks.figures import hardware_words
 from rag_radix_benchmarks.limits import memory_words
-from rag_radix_benchmarks.readings import scheduling_words
+from rag_radix_benchmarks.readings import arms_of_other_prompts, scheduling_words
 from rag_radix_benchmarks.tables import (
     CACHE,
     RATIOS,
@@ -70,7 +70,11 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
     for load, by_arm in report["loads"].items():
         if (words := scheduling_words(by_arm)) is not None:
             yield f"At {load} {words}."
+    other_prompts = arms_of_other_prompts(report)
     for arm, answers in report["answers"].items():
+        if arm in other_prompts:
+            yield f"{arm} has prompts, and so answers, of its own."
+            continue
         yield (
             f"{answers['different']} of {answers['compared']} answers of {arm} differ from those "
             f"of {report['reference']}, {answers['first_tokens_different']} in the first token."

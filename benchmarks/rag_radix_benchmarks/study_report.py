@@ -11,7 +11,13 @@ from typing import Any
 
 from rag_radix_benchmarks.figures import hardware_words
 from rag_radix_benchmarks.limits import memory_words
-from rag_radix_benchmarks.readings import MEANINGS, reading, scheduling_words, summary
+from rag_radix_benchmarks.readings import (
+    MEANINGS,
+    arms_of_other_prompts,
+    reading,
+    scheduling_words,
+    summary,
+)
 from rag_radix_benchmarks.study_changes import other_options
 from rag_radix_benchmarks.study_charts import draw_part
 from rag_radix_benchmarks.study_file import Part, Study
@@ -209,8 +215,11 @@ def _remarks(measured: Measured) -> Iterator[str]:
     ]
     if "unlimited" in bound:  # results of earlier versions lack it
         words.append(memory_words(bound))
+    other_prompts = arms_of_other_prompts(report)
     for arm, answers in report["answers"].items():
-        if answers["compared"]:
+        if arm in other_prompts:
+            words.append(f"`{arm}` has prompts, and so answers, of its own.")
+        elif answers["compared"]:
             words.append(
                 f"{answers['compared'] - answers['different']} of {answers['compared']} answers "
                 f"of `{arm}` are those of `{report['reference']}`."

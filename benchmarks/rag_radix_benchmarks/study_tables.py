@@ -8,8 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 from rag_radix_benchmarks import host_memory
-from rag_radix_benchmarks.arms import parse_arms
-from rag_radix_benchmarks.readings import never_worse, prefill_ratios, reading
+from rag_radix_benchmarks.readings import (
+    arms_of_other_prompts,
+    never_worse,
+    prefill_ratios,
+    reading,
+)
 from rag_radix_benchmarks.statistics import paired_ratio
 from rag_radix_benchmarks.study_file import Part
 from rag_radix_benchmarks.study_results import Measured
@@ -81,9 +85,7 @@ def _ladder(ladder: Sequence[str], report: Mapping[str, Any]) -> Iterator[Table]
     """What each step of a ladder gains, and apart from it what other prompts do."""
     if not ladder:
         return
-    other_prompts = [
-        arm.name for arm in parse_arms(report["config"]["arms"]) if arm.programs.order != "score"
-    ]
+    other_prompts = arms_of_other_prompts(report)
     for load, by_arm in report["loads"].items():
         climbed = [arm for arm in ladder if arm in by_arm and arm not in other_prompts]
         # Results of earlier versions lack the figures of each repeat.

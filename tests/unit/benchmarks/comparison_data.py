@@ -100,6 +100,7 @@ def example_report() -> dict[str, Any]:
         "hardware": {"cores": 2, "processor": "a processor", "memory_bytes": 2**34},
         "config": {
             "model_path": "some/model",
+            "arms": ",".join(arm.name for arm in ARMS),
             "repeats": 2,
             "flags": {arm.name: SETUP.flags(arm) for arm in ARMS},
         },

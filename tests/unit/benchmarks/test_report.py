@@ -36,6 +36,15 @@ def test_the_99th_percentile_of_few_requests_is_not_shown(report):
     assert "p99" not in ratios.header
 
 
+def test_answers_to_other_prompts_are_not_compared(report):
+    report["config"]["arms"] = "no-cache,stock-lru+canonical,stock-hicache"
+    report["answers"]["stock-lru+canonical"] = report["answers"].pop("stock-lru")
+    text = as_text(report)
+    assert "stock-lru+canonical has prompts, and so answers, of its own" in text
+    assert "20 answers of no-cache differ" in text
+    assert "answers of stock-lru+canonical differ" not in text
+
+
 def test_runs_of_several_commits_are_said_to_be(report):
     assert "several commits" not in as_text(report)
     assert "several commits: c0ffee, None" in as_text({**report, "commits": ["c0ffee", None]})
