@@ -17,12 +17,13 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Adaptive(ReplacementPolicy):
-    """`alpha x frequency + beta x recency - gamma x size`, each between 0 and 1.
+    """`alpha x frequency + beta x recency - gamma x size`, each from 0 to 1, or about that.
 
     Source: the adaptive policy of the RAGCache article, with its weights. The article doesn't
     print how it brings the three to one scale; here
 
-    - frequency is the node's uses by the most uses of any node, `Clock.frequency_scale`;
+    - frequency is the node's uses by the most uses of any node, `Clock.frequency_scale`, so
+      above 1 for a node that is used more until the scale has followed;
     - recency is the logical time of the last use by the present one;
     - size is the node's tokens by those of the largest node.
 
