@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rag_radix_benchmarks.arms import parse_arms
@@ -89,20 +90,27 @@ def arms_of_other_prompts(report: Mapping[str, Any]) -> list[str]:
     return [arm for arm, order in orders.items() if order != orders[report["reference"]]]
 
 
-def scheduling_words(by_arm: Mapping[str, Any]) -> str | None:
-    """Which arms keep the bar of scheduling at a load; None where no server told its time.
+@dataclass(frozen=True)
+class SchedulingBar:
+    """Which arms keep the bar of scheduling at a load, of those whose servers tell the time."""
 
-    Args:
-        by_arm: Figures of the arms.
-    """
-    times = {arm: figures["scheduling_s"] for arm, figures in by_arm.items()}
-    known = {arm: seconds for arm, seconds in times.items() if seconds is not None}
-    if not known:
-        return None
-    over = [f"{arm} ({1e3 * each:.2f})" for arm, each in known.items() if each > SCHEDULING_BAR_S]
-    bar = f"the bar of {1e3 * SCHEDULING_BAR_S:g} ms of scheduling a request"
-    if not over:
-        return f"{bar} holds with every arm"
-    kept = [arm for arm, seconds in known.items() if seconds <= SCHEDULING_BAR_S]
-    holds = f"holds with {', '.join(kept)}, not" if kept else "doesn't hold"
-    return f"{bar} {holds} with {', '.join(over)}"
+    within: tuple[str, ...]
+    over: tuple[str, ...]
+
+    @classmethod
+    def of(cls, by_arm: Mapping[str, Any]) -> SchedulingBar:
+        """From the figures of the arms."""
+        times = {arm: figures["scheduling_s"] for arm, figures in by_arm.items()}
+        known = {arm: seconds for arm, seconds in times.items() if seconds is not None}
+        return cls(
+            within=tuple(arm for arm, seconds in known.items() if seconds <= SCHEDULING_BAR_S),
+            over=tuple(arm for arm, seconds in known.items() if seconds > SCHEDULING_BAR_S),
+        )
+
+    def __str__(self) -> str:
+        """Empty where no server tells."""
+        bar = f"the bar of {1e3 * SCHEDULING_BAR_S:g} ms of scheduling a request"
+        if not self.over:
+            return f"{bar} holds with every arm" if self.within else ""
+        holds = f"holds with {', '.join(self.within)}, not" if self.within else "doesn't hold"
+        return f"{bar} {holds} with {', '.join(self.over)}"

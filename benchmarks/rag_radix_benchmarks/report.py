@@ -12,7 +12,7 @@ from typing import Any
 from rag_radix_benchmarks.charts import draw
 from rag_radix_benchmarks.figures import hardware_words
 from rag_radix_benchmarks.limits import memory_words
-from rag_radix_benchmarks.readings import arms_of_other_prompts, scheduling_words
+from rag_radix_benchmarks.readings import SchedulingBar, arms_of_other_prompts
 from rag_radix_benchmarks.tables import (
     CACHE,
     RATIOS,
@@ -68,8 +68,8 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
     )
     yield memory_words(bound)
     for load, by_arm in report["loads"].items():
-        if (words := scheduling_words(by_arm)) is not None:
-            yield f"At {load} {words}."
+        if bar := str(SchedulingBar.of(by_arm)):
+            yield f"At {load} {bar}."
     other_prompts = arms_of_other_prompts(report)
     for arm, answers in report["answers"].items():
         if arm in other_prompts:

@@ -13,9 +13,9 @@ from rag_radix_benchmarks.figures import hardware_words
 from rag_radix_benchmarks.limits import memory_words
 from rag_radix_benchmarks.readings import (
     MEANINGS,
+    SchedulingBar,
     arms_of_other_prompts,
     reading,
-    scheduling_words,
     summary,
 )
 from rag_radix_benchmarks.study_changes import other_options
@@ -154,7 +154,8 @@ def _scheduling(report: Mapping[str, Any]) -> Iterator[str]:
             if figures["scheduling_s"] is not None
         ]
         if times:
-            yield f"{load}: {', '.join(times)} ms; {scheduling_words(by_arm)}"
+            kept = len(SchedulingBar.of(by_arm).within)
+            yield f"{load}: {', '.join(times)} ms; {kept} of {len(times)} keep the bar of 1 ms"
 
 
 def _policies(report: Mapping[str, Any]) -> Iterator[str]:
@@ -193,7 +194,7 @@ def _section(
             yield f"**{each.step.label}: measured with earlier options**: {'; '.join(others)}."
         for table in tables(part, each):
             yield f"{table.title}\n\n{markdown(table.header, table.rows)}"
-        yield from _remarks(each)
+        yield from _remarks(part, each)
         yield f"```\n{each.report['command']}\n```"
     missing = [step.label for step in part.steps if step not in [each.step for each in measured]]
     if missing:
@@ -204,7 +205,7 @@ def _section(
         yield f"Why: {part.reason.strip()}"
 
 
-def _remarks(measured: Measured) -> Iterator[str]:
+def _remarks(part: Part, measured: Measured) -> Iterator[str]:
     report = measured.report
     if report["benchmark"] != "ab":
         return
@@ -224,6 +225,9 @@ def _remarks(measured: Measured) -> Iterator[str]:
                 f"{answers['compared'] - answers['different']} of {answers['compared']} answers "
                 f"of `{arm}` are those of `{report['reference']}`."
             )
+    if part.asks_for == "scheduling":
+        bars = {load: str(SchedulingBar.of(each)) for load, each in report["loads"].items()}
+        words += [f"With {load} {bar}." for load, bar in bars.items() if bar]
     if not report["client_kept_up"]:
         words.append("The client didn't keep up: these times are partly its own.")
     yield " ".join(words)

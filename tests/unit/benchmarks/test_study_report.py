@@ -92,8 +92,9 @@ def test_every_part_stands_in_the_overview(study, text):
     assert extents == {"in full", "quick", "not run"}
     assert "`stock-lru` 2.00 (2.00..2.00), faster" in overview[0]
     (scheduling,) = (line for line in overview if "Scheduling time" in line)
-    assert "1 request/s: `stock-lru` 1.25 ms; the bar of 1 ms" in scheduling
-    assert "doesn't hold with stock-lru (1.25)<br>2 requests/s: `stock-lru` 1.25 ms" in scheduling
+    assert "1 request/s: `stock-lru` 1.25 ms; 0 of 1 keep the bar of 1 ms<br>2" in scheduling
+    bar = "the bar of 1 ms of scheduling a request doesn't hold with stock-lru."
+    assert f"With 1 request/s {bar} With 2 requests/s {bar}" in text
     found = "search 4.00 (2.00..8.00), TTFT 1.50 (0.75..3.00), open"
     assert f"remote, load 0.5: {found}" in text
     assert "| 1.50 (0.75..3.00) | open | 90% | 41 of 42 |" in text
