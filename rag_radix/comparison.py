@@ -156,7 +156,7 @@ def observed(scheduler: Any) -> dict[str, Any]:
     """
     from sglang.srt.runtime_context import get_memory
 
-    cache = scheduler.tree_cache
+    cache, runner = scheduler.tree_cache, scheduler.tp_worker.model_runner
     controller, core = cache.cache_controller, getattr(cache, "tree_core", None)
     settings = getattr(cache, "settings", None)
     return {
@@ -169,7 +169,10 @@ def observed(scheduler: Any) -> dict[str, Any]:
         "write_policy": None if controller is None else controller.write_policy,
         "order": scheduler.policy.policy.value,
         "settings": None if settings is None else stated_settings(settings),
-        "attention": type(scheduler.tp_worker.model_runner.attn_backend).__name__,
+        "attention": type(runner.attn_backend).__name__,
+        "dtype": str(runner.dtype),
+        "kv_dtype": str(runner.kv_cache_dtype),
+        "tp_size": scheduler.tp_size,
         "device_tokens": scheduler.token_to_kv_pool_allocator.size,
         "host_tokens": 0 if controller is None else controller.mem_pool_host.logical_size,
         "page_size": scheduler.page_size,

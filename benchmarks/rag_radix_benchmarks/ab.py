@@ -183,7 +183,10 @@ def _measure(plan: Plan, experiment: Experiment, capacities: Capacities) -> Cell
                     trial = experiment.trial(arm, load, repeat)
                     by_arm[arm.name].append(experiment.run(trial))
         cells = {
-            asked.label(capacities): {arm: Cell(tuple(of_arm)) for arm, of_arm in by_arm.items()}
+            asked.label(capacities): {
+                arm.name: Cell(tuple(by_arm[arm.name]), in_order=arm.programs.order == "score")
+                for arm in plan.arms
+            }
             for asked, by_arm in zip(loads, results, strict=True)
         }
         check_same_model(plan.reference.name, _comparable_answers(plan, cells))

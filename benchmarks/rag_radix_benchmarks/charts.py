@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,19 @@ def _times(report: Mapping[str, Any]) -> Any:
     return figure
 
 
+def percent(share: float | None) -> float:
+    """What isn't known has no mark in a chart."""
+    return math.nan if share is None else 100 * share
+
+
 def _hit_rates(report: Mapping[str, Any]) -> Any:
     """Tokens by tier, of the last load; the bound counts tokens in documents alone."""
     by_arm = list(report["loads"].values())[-1]
     figure, axis = _figure(8, 1.6 + 0.45 * len(by_arm))
-    device = [100 * figures["device_hit_rate"] for figures in by_arm.values()]
-    host = [100 * figures["host_hit_rate"] for figures in by_arm.values()]
-    documents = [100 * figures["document_hit_rate"] for figures in by_arm.values()]
+    device, host, documents = (
+        [percent(figures[name]) for figures in by_arm.values()]
+        for name in ("device_hit_rate", "host_hit_rate", "document_hit_rate")
+    )
     axis.barh(list(by_arm), device, label="device")
     axis.barh(list(by_arm), host, left=device, label="host")
     axis.plot(documents, range(len(by_arm)), "k|", markersize=14, label="in documents")

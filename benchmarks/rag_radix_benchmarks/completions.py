@@ -3,7 +3,7 @@
 Its sizes can't be read, so they are what its operator says they are. The cache is emptied by
 vLLM's `/reset_prefix_cache` (there with VLLM_SERVER_DEV_MODE=1) or SGLang's `/flush_cache`; hits
 are known where the server counts them (vLLM: --enable-prompt-tokens-details, SGLang:
---enable-cache-report) and otherwise taken for none.
+--enable-cache-report).
 """
 
 from __future__ import annotations
@@ -110,14 +110,15 @@ async def ask_completion(
             output_ids += event["choices"][0].get("token_ids") or []
     if first_s is None or usage is None:
         raise LoadError(f"{url}/v1/completions answered without text or without usage")
-    details = usage.get("prompt_tokens_details") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return Outcome(
         ttft_s=first_s,
         latency_s=last_s,
         late_s=late_s,
         prompt_tokens=usage["prompt_tokens"],
-        device_tokens=details.get("cached_tokens") or 0,
+        device_tokens=cached or 0,
         host_tokens=0,
         output_tokens=usage["completion_tokens"],
         output_ids=tuple(output_ids),
+        hits_counted=cached is not None,
     )

@@ -68,7 +68,8 @@ class Experiment:
         result = self._measure(trial, server)
         self._store.add(trial, result)
         mean_s = sum(result.run.ttft_s) / len(result.run.ttft_s)
-        progress(f"{trial}: mean TTFT {mean_s:.3f} s, hit rate {result.run.token_hit_rate:.1%}")
+        hits = f"{result.run.token_hit_rate:.1%}" if result.run.hits_counted else "not counted"
+        progress(f"{trial}: mean TTFT {mean_s:.3f} s, hit rate {hits}")
         return result
 
     def capacity(self, arm: Arm, repeat: int) -> float:

@@ -37,6 +37,7 @@ class Outcome:
         host_tokens: Of them, loaded back from host memory.
         output_tokens: Tokens generated.
         output_ids: These; empty where a server doesn't tell.
+        hits_counted: Whether the server says how many were found in its tiers.
         search_not_overlapped_s: Of a program, how long it searched before the generation that
             became its answer began; None where nothing is searched.
     """
@@ -49,6 +50,7 @@ class Outcome:
     host_tokens: int
     output_tokens: int
     output_ids: tuple[int, ...]
+    hits_counted: bool = True
     search_not_overlapped_s: float | None = None
 
     @property
@@ -82,6 +84,11 @@ class Run:
     @property
     def ttft_s(self) -> list[float]:
         return [outcome.ttft_s for outcome in self.outcomes]
+
+    @property
+    def hits_counted(self) -> bool:
+        """Whether the server counts what it finds; one that found nothing may leave that out."""
+        return any(outcome.hits_counted for outcome in self.outcomes)
 
     @property
     def token_hit_rate(self) -> float:

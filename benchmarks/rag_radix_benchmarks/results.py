@@ -17,12 +17,24 @@ from rag_radix_benchmarks.workload import Part
 # The part of the time to the first token that may be the client's own.
 LATE_SHARE_LIMIT = 0.05
 
+HITS = (
+    *("token_hit_rate", "device_hit_rate", "host_hit_rate", "document_hit_rate"),
+    *("hit_documents", "recomputed_tokens", "share_of_bound"),
+)
+
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm at one load: a result for each repeat."""
+    """One arm at one load.
+
+    Attributes:
+        results: One for each repeat.
+        in_order: Whether its prompts have the documents in the order of the parts, so that a hit
+            tells which of them it is of.
+    """
 
     results: tuple[TrialResult, ...]
+    in_order: bool = True
 
     @property
     def runs(self) -> list[Run]:
@@ -31,11 +43,7 @@ class Cell:
     def figures(self, parts: Sequence[Part], limits: Limits) -> dict[str, Any]:
         """Times in seconds over all repeats; tokens, bytes and scheduling a request."""
         runs = self.runs
-        found = [documents_found(part, run) for part, run in zip(parts, runs, strict=True)]
         outcomes = [outcome for run in runs for outcome in run.outcomes]
-        prompt_tokens = sum(outcome.prompt_tokens for outcome in outcomes)
-        device_tokens = sum(outcome.device_tokens for outcome in outcomes)
-        host_tokens = sum(outcome.host_tokens for outcome in outcomes)
         tpot_s = [each.tpot_s for each in outcomes if each.tpot_s is not None]
         requests = len(outcomes)
         parts_s = self._scheduling_parts_s(requests)
@@ -46,14 +54,7 @@ class Cell:
             "tpot_s": distribution(tpot_s) if tpot_s else None,
             "latency_s": distribution([outcome.latency_s for outcome in outcomes]),
             "requests_per_s": requests / math.fsum(run.seconds for run in runs),
-            "token_hit_rate": (device_tokens + host_tokens) / prompt_tokens,
-            "device_hit_rate": device_tokens / prompt_tokens,
-            "host_hit_rate": host_tokens / prompt_tokens,
-            "document_hit_rate": sum(each.tokens for each in found) / prompt_tokens,
-            "hit_documents": sum(each.whole for each in found)
-            / max(sum(each.documents for each in found), 1),
-            "recomputed_tokens": (prompt_tokens - device_tokens - host_tokens) / requests,
-            "share_of_bound": limits.share_reached(runs),
+            **self._hits(parts, limits),
             "scheduling_s": None if parts_s is None else math.fsum(parts_s.values()),
             "scheduling_parts_s": parts_s,
             "moved_bytes": self._moved(requests),
@@ -61,6 +62,30 @@ class Cell:
             "search_not_overlapped_s": _mean_search_s(outcomes),
             "client_late_share": late_share(runs),
         }
+
+    def _hits(self, parts: Sequence[Part], limits: Limits) -> dict[str, float | None]:
+        """None where they weren't counted, or where nobody knows what they are of."""
+        runs = self.runs
+        hits: dict[str, float | None] = dict.fromkeys(HITS)
+        if not all(run.hits_counted for run in runs):
+            return hits
+        outcomes = [outcome for run in runs for outcome in run.outcomes]
+        prompt_tokens = sum(outcome.prompt_tokens for outcome in outcomes)
+        device_tokens = sum(outcome.device_tokens for outcome in outcomes)
+        host_tokens = sum(outcome.host_tokens for outcome in outcomes)
+        hits |= {
+            "token_hit_rate": (device_tokens + host_tokens) / prompt_tokens,
+            "device_hit_rate": device_tokens / prompt_tokens,
+            "host_hit_rate": host_tokens / prompt_tokens,
+            "recomputed_tokens": (prompt_tokens - device_tokens - host_tokens) / len(outcomes),
+            "share_of_bound": limits.share_reached(runs),
+        }
+        if self.in_order:
+            found = [documents_found(part, run) for part, run in zip(parts, runs, strict=True)]
+            documents = max(sum(each.documents for each in found), 1)
+            hits["document_hit_rate"] = sum(each.tokens for each in found) / prompt_tokens
+            hits["hit_documents"] = sum(each.whole for each in found) / documents
+        return hits
 
     def _scheduling_parts_s(self, requests: int) -> dict[str, float] | None:
         found = [result.scheduling_parts_s for result in self.results]

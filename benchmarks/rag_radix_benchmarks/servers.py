@@ -13,9 +13,10 @@ from rag_radix.environment import COMPARISON
 from rag_radix.launch import exiting_on_termination, serving
 from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.completions import CompletionServer
+from rag_radix_benchmarks.facts import ServerFacts
 from rag_radix_benchmarks.setup import Setup
 from rag_radix_benchmarks.sglang_server import SGLangServer
-from rag_radix_benchmarks.verify import verify
+from rag_radix_benchmarks.verify import verify, verify_alike
 
 # A server grows while it serves.
 MEMORY_MARGIN = 1.5
@@ -40,6 +41,7 @@ class Servers:
         self._limit = limit
         self._logs = logs
         self._needed_bytes = 0
+        self._verified: list[tuple[Arm, ServerFacts]] = []
         self._running: dict[str, tuple[ArmServer, ExitStack]] = {}
         self._termination: AbstractContextManager[None] = exiting_on_termination()
 
@@ -62,7 +64,7 @@ class Servers:
 
         Raises:
             LaunchError: It doesn't start.
-            WrongArmError: It isn't what the arm says.
+            WrongArmError: It isn't what the arm says, or computes otherwise than those before it.
         """
         server: ArmServer
         if arm.name in self._running:
@@ -77,6 +79,9 @@ class Servers:
             url = arm.url or stack.enter_context(self._start(arm))
             server = CompletionServer.at(url) if arm.is_peer else SGLangServer.at(url)
             verify(arm, self._setup, server.facts)
+            for known, facts in self._verified:
+                verify_alike(arm, server.facts, known, facts)
+            self._verified.append((arm, server.facts))
             needed_bytes = before - psutil.virtual_memory().available
             self._needed_bytes = max(self._needed_bytes, needed_bytes)
             self._running[arm.name] = server, stack.pop_all()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rag_radix_benchmarks.charts import draw_over_rate
+from rag_radix_benchmarks.charts import draw_over_rate, percent
 from rag_radix_benchmarks.study_file import Part
 from rag_radix_benchmarks.study_results import Measured
 
@@ -90,7 +90,7 @@ def _plot_arm(
         times.plot([at, at], [ttft["mean"], ttft["p90"]], color=color)
         hits.bar(
             at,
-            100 * figures["document_hit_rate"],
+            percent(figures["document_hit_rate"]),
             POINT_WIDTH / arms,
             color=color,
             label=arm if place == 0 else None,

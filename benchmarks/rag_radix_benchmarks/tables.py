@@ -57,8 +57,8 @@ def cache_rows(by_arm: Mapping[str, Any]) -> Rows:
     return [
         [
             arm,
-            *(f"{figures[name]:.1%}" for name in _RATES),
-            f"{figures['recomputed_tokens']:,.0f}",
+            *(_text(figures[name], "{:.1%}") for name in _RATES),
+            _text(figures["recomputed_tokens"], "{:,.0f}"),
             _text(figures["share_of_bound"], "{:.2f}"),
             *(
                 _text(figures["moved_bytes"] and figures["moved_bytes"][way], "{:.2f}", 2**-20)

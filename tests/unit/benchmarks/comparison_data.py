@@ -47,6 +47,10 @@ def facts_of(arm: Arm, **different: object) -> ServerFacts:
         "page_size": 16,
         "chunk_tokens": 2048,
         "running_requests": 4,
+        "attention": "PrefixAttnBackend",
+        "dtype": "torch.bfloat16",
+        "kv_dtype": "torch.bfloat16",
+        "tp_size": 1,
         **arm.built,
     }
     facts = {"model": "some/model", "attention_backend": "rag_prefix"}

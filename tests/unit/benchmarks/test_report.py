@@ -7,6 +7,7 @@ import json
 import pytest
 from rag_radix_benchmarks.experiment import turn
 from rag_radix_benchmarks.report import as_text, sections, write
+from rag_radix_benchmarks.results import HITS
 from unit.benchmarks.comparison_data import ARMS, example_report
 
 
@@ -48,6 +49,17 @@ def test_answers_to_other_prompts_are_not_compared(report):
 def test_runs_of_several_commits_are_said_to_be(report):
     assert "several commits" not in as_text(report)
     assert "several commits: c0ffee, None" in as_text({**report, "commits": ["c0ffee", None]})
+
+
+def test_hits_that_nobody_counted_are_shown_as_unknown(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    for by_arm in report["loads"].values():
+        by_arm["no-cache"] |= dict.fromkeys(HITS)
+    cache = next(each for each in sections(report) if "tokens found" in each.header)
+    unknown, known, _ = cache.rows
+    assert unknown[1:8] == ["-"] * 7
+    assert "-" not in known[1:7]
+    write(report, tmp_path)
 
 
 def test_throughput_is_the_reference_by_the_arm(report):

@@ -12,7 +12,7 @@ from rag_radix_benchmarks.arms import STOCK_ARMS
 from rag_radix_benchmarks.facts import WrongArmError
 from rag_radix_benchmarks.limits import Limits, UsedText, memory_words
 from rag_radix_benchmarks.load import Outcome, Run
-from rag_radix_benchmarks.results import Cell, Comparison, documents_found
+from rag_radix_benchmarks.results import HITS, Cell, Comparison, documents_found
 from rag_radix_benchmarks.workload import Part
 from unit.benchmarks.comparison_data import SETUP, WORKLOAD, result_of
 
@@ -54,6 +54,29 @@ def test_figures_are_over_the_requests_of_all_repeats():
     assert figures["token_hit_rate"] == figures["device_hit_rate"] == pytest.approx(0.5)
     assert figures["recomputed_tokens"] == pytest.approx(200)
     assert figures["moved_bytes"] is None
+
+
+def test_hits_that_a_server_does_not_count_are_unknown_and_not_none():
+    def cell(*counted):
+        known = result_of(LRU, 1.0, hit_tokens=100)
+        outcomes = [replace(known.run.outcomes[0], hits_counted=each) for each in counted]
+        return Cell((replace(known, run=replace(known.run, outcomes=tuple(outcomes))),))
+
+    limits = Limits.of(PARTS[:1], SETUP, tokens)
+    requests = WORKLOAD.requests
+    unknown = cell(*[False] * requests).figures(PARTS[:1], limits)
+    assert {unknown[name] for name in HITS} == {None}
+    assert unknown["ttft_s"]["mean"] == 1.0
+    # A server that counts may leave out that it found nothing.
+    found = cell(True, *[False] * (requests - 1)).figures(PARTS[:1], limits)
+    assert found["token_hit_rate"] == pytest.approx(0.25)
+
+
+def test_documents_found_are_unknown_where_they_stand_in_another_order():
+    results = (result_of(LRU, 1.0, hit_tokens=100), result_of(LRU, 3.0, hit_tokens=300))
+    figures = Cell(results, in_order=False).figures(PARTS, Limits.of(PARTS, SETUP, tokens))
+    assert (figures["document_hit_rate"], figures["hit_documents"]) == (None, None)
+    assert figures["token_hit_rate"] == pytest.approx(0.5)
 
 
 def test_scheduling_is_the_sum_of_its_parts_a_request():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rag_radix_benchmarks.arms import STOCK_ARMS, parse_arms
 from rag_radix_benchmarks.facts import ServerFacts, WrongArmError
-from rag_radix_benchmarks.verify import verify
+from rag_radix_benchmarks.verify import verify, verify_alike
 from unit.benchmarks.comparison_data import SETUP, facts_of
 
 TREE = parse_arms("stock-lru,knowledge-tree")[1]
@@ -74,6 +76,44 @@ def test_a_folder_is_the_same_model_in_any_spelling(tmp_path):
     facts = facts_of(HICACHE, model=str(tmp_path / "." / "x" / ".." / "model"))
     (tmp_path / "x").mkdir()
     verify(HICACHE, setup, facts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes"),
+    [
+        ((), True),
+        (("--dtype", "auto"), True),
+        (("--dtype", "bfloat16"), True),
+        (("--dtype", "bfloat16", "--dtype", "float"), False),
+    ],
+)
+def test_the_type_that_was_asked_for_is_that_of_the_server(flags, passes):
+    setup = replace(SETUP, more_flags=flags)
+    if passes:
+        verify(TREE, setup, facts_of(TREE))
+    else:
+        with pytest.raises(WrongArmError, match=r"dtype is 'torch.bfloat16', not 'torch.float32'"):
+            verify(TREE, setup, facts_of(TREE))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention", "TorchNativeAttnBackend"),
+        ("dtype", "torch.float32"),
+        ("kv_dtype", "torch.float8_e5m2"),
+        ("tp_size", 2),
+    ],
+)
+def test_all_arms_compute_alike(key, value):
+    theirs = facts_of(HICACHE)
+    verify_alike(TREE, facts_of(TREE), HICACHE, theirs)
+    with pytest.raises(
+        WrongArmError, match=f"isn't served as stock-hicache is: {key} is '?{value}"
+    ):
+        verify_alike(TREE, facts_of(TREE, **{key: value}), HICACHE, theirs)
+    peer = parse_arms("stock-lru,openai:vllm@http://localhost:8000")[1]
+    verify_alike(peer, ServerFacts("hub/model", "", {}), HICACHE, theirs)
 
 
 def test_a_peer_is_known_by_its_model_alone():
