@@ -121,6 +121,14 @@ class OraclePolicy(ABC):
     def holds_until(self, node: Node, oracle: Oracle) -> float:
         return FOREVER
 
+    def foreseen(self, node: Node, tier: str, oracle: Oracle) -> float:
+        """What uses that are known to come add while they are."""
+        return 0.0
+
+    def foreseen(self, node: Node, tier: str, oracle: Oracle) -> float:
+        """What uses that are known to come add while they are."""
+        return 0.0
+
     def seen(self, node: Node, oracle: Oracle) -> None:  # noqa: B027 - most need not know
         """A node is inserted or used."""
 
@@ -145,6 +153,7 @@ class Oracle:
         device_tokens: What the device holds.
         host_tokens: What the host holds.
         cost: Prefill seconds of (cached, new) tokens.
+        max_depth: Documents of a prompt that get nodes; no two prompts go on alike below them.
     """
 
     def __init__(
@@ -153,10 +162,13 @@ class Oracle:
         device_tokens: int,
         host_tokens: int,
         cost: Callable[[int, int], float],
+        max_depth: int | None = None,
     ) -> None:
         self.policy = policy
         self._capacity = {DEVICE: device_tokens, HOST: host_tokens}
         self._cost = cost
+        self._max_depth = max_depth
+        self._max_depth = max_depth
         self.now = 0
         self.clock = {DEVICE: 0.0, HOST: 0.0}
         self._ids = 0
@@ -167,6 +179,22 @@ class Oracle:
         self._paths: dict[object, History] = {}
         self._topics: dict[object, Topic] = {}
         self._swapped_out = 0
+        self._waiting: list[TraceRequest] = []
+        self.expected: dict[History, float] = {}
+
+    def expect(self, waiting: list[TraceRequest]) -> None:
+        """These are served next, and each use of a path is one in so many."""
+        self._waiting = waiting
+
+    def _foresee(self) -> None:
+        self.expected = {}
+        for request in self._waiting:
+            place: tuple[object, ...] = (None,)
+            for text, _ in self._texts(request):
+                place = (text, *place)
+                if (history := self._paths.get(place)) is not None:
+                    known = self.expected.get(history, 0.0)
+                    self.expected[history] = known + 1 / len(self._waiting)
 
     def serve(self, request: TraceRequest) -> Served:
         swapped_out = self._swapped_out
@@ -202,11 +230,10 @@ class Oracle:
 
     # Prompts
 
-    @staticmethod
-    def _texts(request: TraceRequest) -> Iterator[tuple[object, int]]:
+    def _texts(self, request: TraceRequest) -> Iterator[tuple[object, int]]:
         """The texts that a prompt is made of, but the question, and their tokens."""
         end = 0
-        for gap, document in enumerate(request.documents):
+        for gap, document in enumerate(request.documents[: self._max_depth]):
             if document.start > end:
                 yield (request.namespace_at(end), gap, document.start - end), document.start - end
             yield (
@@ -248,7 +275,7 @@ class Oracle:
         self.policy.retrieved(self)
         new_tokens = request.prompt_tokens - hit
         cost_per_token_s = self._cost(hit, new_tokens) / new_tokens
-        spans = iter(request.documents)
+        spans = iter(request.documents[: self._max_depth])
         span = next(spans, None)
         topic = self._topic(request, path)
         above: History | None = None
@@ -284,7 +311,8 @@ class Oracle:
     def _topic(self, request: TraceRequest, path: list[Node]) -> Topic:
         """What the request is about; that is a use of it."""
         documents = [
-            (request.namespace_at(each.start), each.id, each.version) for each in request.documents
+            (request.namespace_at(each.start), each.id, each.version)
+            for each in request.documents[: self._max_depth]
         ]
         ends = accumulate(node.tokens for node in path)
         first = next(
@@ -340,7 +368,11 @@ class Oracle:
         """Where a node stands now, if it may be next."""
         if self.policy.rises:
             self._rank_in(node, tier)
-        return self._order(node, tier)
+        return self._order_with_foreseen(node, tier)
+
+    def _order_with_foreseen(self, node: Node, tier: str) -> tuple[float, int]:
+        priority, number = self._order(node, tier)
+        return priority + self.policy.foreseen(node, tier, self), number
 
     def _lowest(self, candidates: list[Node], tier: str) -> Node:
         """Asked in the order that was known, until no other can be lower."""
@@ -379,6 +411,8 @@ class Oracle:
         return self._root.subtree()
 
     def _make_room(self, tokens: int) -> None:
+        self._foresee()
+        self._foresee()
         while self._free(DEVICE) < tokens:
             victim = self._lowest(self._leaves(DEVICE), DEVICE)
             if victim.on_host or (not victim.tail and self._copy(victim)):
@@ -429,7 +463,7 @@ class Oracle:
         bared: dict[tuple[float, int], Node] = {}
         while (leaves or bared) and sum(node.tokens for node in chosen) < missing:
             node = self._lowest(leaves, HOST) if leaves else None
-            if node is None or (bared and min(bared) < self._order(node, HOST)):
+            if node is None or (bared and min(bared) < self._order_with_foreseen(node, HOST)):
                 node = bared.pop(min(bared))
             else:
                 leaves.remove(node)
