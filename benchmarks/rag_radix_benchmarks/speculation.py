@@ -7,8 +7,8 @@ which is emptied and warmed up before each run. Their documents come from an IVF
 vector database elsewhere would have it; `--remote-scale` makes that one larger. Arrivals are
 Poisson at `--loads` times what the server takes in a closed loop without speculation. A ratio is
 `off` over `on`: above 1, speculation is better; its interval is a 95% confidence interval over the
-repeats. Pairs of runs that are done are kept in `--out`, where they are found again as long as the
-code that they ran on is the same; searches that are waited for are timed anew.
+repeats. Pairs of runs that are done are kept in `--out`, where they are found again by the same
+code on such a machine; searches that are waited for are timed anew.
 """
 
 from __future__ import annotations
@@ -128,6 +128,13 @@ _OF_A_PAIR = (
     "server_flags",
 )
 
+# That may decide how a pair goes.
+_CODE = (
+    *("rag_radix", "rag_radix_frontend", "rag_radix_kernels"),
+    *(f"rag_radix_benchmarks.{name}" for name in ("programs", "questions", "search_workload")),
+    __name__,
+)
+
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All cases, with and without speculation.
@@ -135,12 +142,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: `--out` can't be used.
     """
+    here = environment()
     kept = KeptFigures(
         None if options.out is None else options.out / "pairs.jsonl",
         {
             **{name: getattr(options, name) for name in _OF_A_PAIR},
             "capacity_of": options.fractions[0],
-            "code": code_digest("rag_radix", "rag_radix_frontend", "rag_radix_kernels", __name__),
+            "code": code_digest(*_CODE),
+            "versions": here["versions"],
+            "hardware": {name: here["hardware"][name] for name in ("processor", "cores")},
         },
     )
     cases: dict[Case, list[Pair]] = {}
