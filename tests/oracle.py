@@ -125,10 +125,6 @@ class OraclePolicy(ABC):
         """What uses that are known to come add while they are."""
         return 0.0
 
-    def foreseen(self, node: Node, tier: str, oracle: Oracle) -> float:
-        """What uses that are known to come add while they are."""
-        return 0.0
-
     def seen(self, node: Node, oracle: Oracle) -> None:  # noqa: B027 - most need not know
         """A node is inserted or used."""
 
@@ -167,7 +163,6 @@ class Oracle:
         self.policy = policy
         self._capacity = {DEVICE: device_tokens, HOST: host_tokens}
         self._cost = cost
-        self._max_depth = max_depth
         self._max_depth = max_depth
         self.now = 0
         self.clock = {DEVICE: 0.0, HOST: 0.0}
@@ -411,7 +406,6 @@ class Oracle:
         return self._root.subtree()
 
     def _make_room(self, tokens: int) -> None:
-        self._foresee()
         self._foresee()
         while self._free(DEVICE) < tokens:
             victim = self._lowest(self._leaves(DEVICE), DEVICE)

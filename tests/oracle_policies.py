@@ -9,9 +9,6 @@ from oracle import DEVICE, HOST, History, Node, Oracle, OraclePolicy
 # More retrievals than a trace has.
 LONG = 2**20
 
-# More retrievals than a trace has.
-LONG = 2**20
-
 
 class Lru(OraclePolicy):
     def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
@@ -25,59 +22,6 @@ class Pgdsf(OraclePolicy):
     def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
         frequency = node.frequency if self._frequency == "node" else node.uses
         return oracle.clock[tier] + frequency * node.cost
-
-
-class Gdsf(OraclePolicy):
-    """By itself a document costs the same for each of its tokens."""
-
-    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
-        return oracle.clock[tier] + node.frequency
-
-
-class Lfu(OraclePolicy):
-    """The longer unused one of two that were used equally often."""
-
-    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
-        return node.frequency + node.last_use / LONG
-
-
-class Slru(OraclePolicy):
-    """All that were used once leave before any other."""
-
-    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
-        return node.last_use + (LONG if node.frequency > 1 else 0)
-
-
-class WTinyLfu(Slru):
-    """A victim of the device takes a place on host that its uses of late are worth."""
-
-    def __init__(self) -> None:
-        self._uses: dict[History, list[int]] = {}
-
-    def used(self, history: History, oracle: Oracle) -> None:
-        super().used(history, oracle)
-        self._uses.setdefault(history, []).append(oracle.now)
-
-    def admits(self, kept: list[Node], displaced: list[Node], oracle: Oracle) -> bool:
-        used, used_there = (
-            sum(
-                node.tokens * 0.5 ** ((oracle.now - use) / 50_000)
-                for node in nodes
-                for use in self._uses.get(node.history, [])  # type: ignore[arg-type]
-            )
-            for nodes in (kept, displaced)
-        )
-        return not displaced or used > used_there
-
-
-class S3Fifo(OraclePolicy):
-    """A pass of the main queue for those known or hit twice, and one more a hit up to three;
-    the eighth of a pass for others, and nothing for what no request has read."""
-
-    def priority(self, node: Node, tier: str, oracle: Oracle) -> float:
-        hits, was_known = node.frequency - 1, node.document_frequency > node.frequency
-        passes = 1 / 8 if hits < 2 and not was_known else 1 + min(hits, 3)
-        return oracle.clock[tier] + (passes if node.frequency else 0)
 
 
 class Gdsf(OraclePolicy):
@@ -243,12 +187,6 @@ class PgdsfPlus(OraclePolicy):
         last = node.history.topic.uses[-1]
         until = last + self._until(oracle.now - last)
         value = node.cost * node.history.share * sum(self._rates(node.history, until))
-        return value * 0.02 if tier == DEVICE and node.on_host else value
-
-    def foreseen(self, node: Node, tier: str, oracle: Oracle) -> float:
-        if node.history is None:
-            return 0.0
-        value = node.cost * oracle.expected.get(node.history, 0.0)
         return value * 0.02 if tier == DEVICE and node.on_host else value
 
     def foreseen(self, node: Node, tier: str, oracle: Oracle) -> float:
