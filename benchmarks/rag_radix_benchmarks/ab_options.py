@@ -28,6 +28,7 @@ SPARE_TOKENS = 6
 AT_LEAST_ONE = (
     *("repeats", "requests", "output_tokens"),
     *("device_tokens", "host_tokens", "page_size", "chunk_tokens", "running_requests"),
+    *("most_prompt_tokens", "drift_every", "burst_window"),
 )
 
 
@@ -218,7 +219,7 @@ class Plan:
             given["loads"] = ""
         arms = parse_arms(options.arms)
         for name in AT_LEAST_ONE:
-            if given[name] < 1:
+            if given.get(name, 1) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {given[name]}: give at least 1")
         if options.programs and options.corpus is None:
             raise ConfigError("--programs ask a --corpus, which isn't given")

@@ -109,6 +109,7 @@ def test_the_longest_prompt_of_every_step_of_the_studies_fits(study, quick):
         (["--loads", ""], "--loads '': give one at least"),
         (["--loads", "0.5,0"], "--loads '0.5,0': give positive numbers"),
         (["--repeats", "0"], "--repeats 0: give at least 1"),
+        (["--drift-every", "0"], "--drift-every 0: give at least 1"),
         (["--device-tokens", "0"], "--device-tokens 0: give at least 1"),
         (["--programs"], "--programs ask a --corpus"),
         (["--arms", "stock-lru,knowledge-tree+speculation"], "add --programs"),
