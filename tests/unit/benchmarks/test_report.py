@@ -23,6 +23,7 @@ def test_every_arm_and_ratio_is_on_the_terminal(report):
     assert "2.00 (2.00..2.00)" in text
     assert "4.00 (4.00..4.00)" in text
     assert "0 of 20 answers of no-cache differ" in text
+    assert "hold all that a run used" in text
 
 
 def test_the_99th_percentile_of_few_requests_is_not_shown(report):

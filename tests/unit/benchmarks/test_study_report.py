@@ -104,6 +104,7 @@ def test_ratios_are_read_and_stand_beside_what_the_bound_allows(text):
     row, *_ = (line for line in rows_of(text, "`no-cache`") if "4.00 (4.00" in line)
     assert "| 4.00 (4.00..4.00) | faster |" in row
     assert "of the tokens in documents and saves" in text
+    assert "With all documents kept, at most" in text
     assert "10 of 20 answers" not in text
     assert "20 of 20 answers of `no-cache` are those of `stock-hicache`" in text
 
