@@ -154,10 +154,12 @@ class SameLoad:
 
 def _loads(plan: Plan) -> list[CapacityShare | SameLoad]:
     """Each once."""
-    of_capacity = [CapacityShare(arm, share) for arm in plan.capacity_of for share in plan.shares]
-    same = [*map(OpenLoop, plan.rates), *map(ClosedLoop, plan.concurrencies)]
-    unique = {repr(load): load for load in [*of_capacity, *map(SameLoad, same)]}
-    return list(unique.values())
+    loads: list[CapacityShare | SameLoad] = [
+        *(CapacityShare(arm, share) for arm in plan.capacity_of for share in plan.shares),
+        *(SameLoad(OpenLoop(rate)) for rate in plan.rates),
+        *(SameLoad(ClosedLoop(concurrency)) for concurrency in plan.concurrencies),
+    ]
+    return [load for place, load in enumerate(loads) if load not in loads[:place]]
 
 
 def _measure(plan: Plan, experiment: Experiment, capacities: Capacities) -> Cells:
