@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 import orjson
 import pytest
@@ -26,6 +27,7 @@ from hypothesis.stateful import (
 )
 from tree_harness import Harness, harness
 
+from rag_radix import swap_out as swap_out_module
 from rag_radix.policies import POLICIES
 from rag_radix.sglang_compat import ComponentType
 from rag_radix.statistics import DocumentKey
@@ -108,6 +110,7 @@ def in_phase(*phases: str) -> Any:
 
 class TreeMachine(RuleBasedStateMachine):
     h: Harness
+    steps: ClassVar[int] = 0  # of all runs, with the making of each one's tree
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,12 +130,14 @@ class TreeMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 16]),
         policy=st.sampled_from(sorted(POLICIES)),
-        swap_out=st.sampled_from(["on_evict", "eager"]),
+        swap_out=st.sampled_from(["on_evict", "hot", "eager"]),
         max_depth=st.sampled_from([None, None, 1, 2]),
         hold_copies=st.booleans(),
         # Nothing leaves the tree when the device tier is large.
         device_tokens=st.sampled_from([DEVICE_TOKENS, DEVICE_TOKENS, 16 * DEVICE_TOKENS]),
         host_tokens=st.sampled_from([0, 48, 160, 640]),
+        looks_at_queue=st.booleans(),
+        ghosts=st.sampled_from([None, None, 3, 8]),
     )
     def build(
         self,
@@ -143,9 +148,14 @@ class TreeMachine(RuleBasedStateMachine):
         hold_copies: bool,
         device_tokens: int,
         host_tokens: int,
+        looks_at_queue: bool,
+        ghosts: int | None,
     ) -> None:
         self.page_size = page_size
         self.max_depth = max_depth
+        self.ghosts = ghosts
+        # So few uses as a run has of a node.
+        self.stack.enter_context(patch.object(swap_out_module, "_HOT_USES", 2))
         self.h = self.stack.enter_context(
             harness(
                 device_tokens=device_tokens,
@@ -157,6 +167,13 @@ class TreeMachine(RuleBasedStateMachine):
         )
         if host_tokens and hold_copies:
             self.h.hold_copies()
+        if looks_at_queue:
+            self.h.tree.waiting = self._queue
+        if ghosts is not None:
+            self.h.tree.histories._capacity = ghosts
+
+    def _queue(self) -> list[Any]:
+        return [flight.req for flight in self.flights if flight.phase == "waiting"]
 
     def teardown(self) -> None:
         try:
@@ -504,6 +521,10 @@ class TreeMachine(RuleBasedStateMachine):
     # Invariants
 
     @invariant()
+    def count_step(self) -> None:
+        type(self).steps += 1
+
+    @invariant()
     def check_tree(self) -> None:
         self.h.check()
         self._check_counts()
@@ -524,7 +545,9 @@ class TreeMachine(RuleBasedStateMachine):
         if tree.settings.policy.uses_history:
             # Whatever has left the tree in between.
             histories = tree.histories._histories.values()
-            assert len(histories) == len(self.named_paths)
+            known = len(self.named_paths)
+            assert len(histories) == (known if self.ghosts is None else min(known, self.ghosts))
+            assert self.ghosts is None or len(tree.histories._topics) <= self.ghosts
             assert all(0 < each.uses <= each.topic.uses for each in histories)
             assert min(map(min, tree.histories.model._counts)) > -1e-6
 
@@ -605,13 +628,16 @@ def test_the_tree_stays_right_whatever_the_scheduler_does():
 
 
 @pytest.mark.slow
-def test_the_tree_stays_right_over_a_hundred_thousand_steps():
+def test_the_tree_stays_right_over_a_hundred_thousand_steps(monkeypatch):
+    runs = 1500  # some end before their hundred steps
+    monkeypatch.setattr(TreeMachine, "steps", 0)
     run_state_machine_as_test(
         TreeMachine,
         settings=settings(
             _SETTINGS,
-            max_examples=1300,
+            max_examples=runs,
             stateful_step_count=100,
             phases=[Phase.generate, Phase.shrink],
         ),
     )
+    assert TreeMachine.steps - runs >= 100_000
