@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from e2e.cpu_server import Server, running_server
 from e2e.tiny_model import make_tiny_llama
 from rag_radix_frontend import build_index
+from safetensors.torch import load_file, save_file
 
 from rag_radix.cli import main
 from rag_radix.environment import COMPARISON
@@ -65,6 +69,8 @@ def test_two_arms_are_compared_and_a_second_run_measures_nothing(
     assert by_arm["stock-lru"]["moved_bytes"] is None
     assert by_arm["stock-hicache"]["moved_bytes"]["out"] > 0
     assert by_arm["knowledge-tree"]["moved_bytes"]["out"] > 0
+    assert by_arm["stock-hicache"]["evicted_tokens"] is None
+    assert by_arm["knowledge-tree"]["evicted_tokens"]["device"] > 0
     for figures in by_arm.values():
         assert all(seconds > 0 for seconds in figures["scheduling_parts_s"].values())
     ratio = ratios["stock-lru"]["mean_ttft"]
@@ -151,6 +157,29 @@ def test_a_server_of_another_model_is_refused(stock_lru, tmp_path, capsys):
     arms = f"stock-lru@{stock_lru.url},stock-lpm@{stock_lru.url}"
     assert bench(another, arms, "--concurrency", "1") == 2
     assert "model is" in capsys.readouterr().err
+
+
+@contextmanager
+def other_weights(model: Path) -> Iterator[None]:
+    """The model's folder with weights of another one in it."""
+    weights, kept = model / "model.safetensors", model / "kept"
+    weights.rename(kept)
+    torch.manual_seed(1)
+    other = {name: 0.3 * torch.randn_like(each) for name, each in load_file(kept).items()}
+    save_file(other, weights, metadata={"format": "pt"})
+    try:
+        yield
+    finally:
+        kept.replace(weights)
+
+
+def test_a_server_that_states_the_model_and_answers_from_another_is_refused(
+    model, stock_lru, capsys
+):
+    options = ["--repeats", "1", "--concurrency", "1", "--reference", "stock-lpm"]
+    with other_weights(model):
+        assert bench(model, f"stock-lru@{stock_lru.url},stock-lpm", *options) == 2
+    assert re.search("answer [0-9]+ of 10 requests differently", capsys.readouterr().err)
 
 
 def test_a_server_that_does_not_say_what_it_is_is_refused(model, capsys):
