@@ -29,7 +29,7 @@ def test_an_open_loop_sends_when_due_whatever_became_of_those_before():
     all_sent = []
 
     async def ask(session, url, payload, due):
-        assert time.perf_counter() >= due
+        assert time.perf_counter() >= due - 0.002  # an event loop's timers count milliseconds
         all_sent.append(due)
         # The first is answered only after the last one came.
         while len(all_sent) < len(due_s):
