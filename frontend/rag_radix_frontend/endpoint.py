@@ -93,7 +93,7 @@ class RagEndpoint(RuntimeEndpoint):
         self.support_concate_and_append = False
         self._strict = strict
         self._cache_salt = cache_salt
-        self._connections = Connections(base_url, api_key, verify)
+        self._connections = self._connect(base_url, api_key, verify)
         self._in_flight = InFlight(self._abort)
         self._sender = Sender(
             base_url,
@@ -108,6 +108,10 @@ class RagEndpoint(RuntimeEndpoint):
         self.speculator = Speculator(
             Gate(self._room), self._in_flight, Promoter(self._promote), self._identity
         )
+
+    def _connect(self, base_url: str, api_key: str | None, verify: str | None) -> Connections:
+        """What all requests for answers go over."""
+        return Connections(base_url, api_key, verify)
 
     def cancel(self, state: ProgramState) -> None:
         """End a program: its requests are aborted and it may send no more.

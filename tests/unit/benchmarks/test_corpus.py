@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from e2e.exactness import MODEL
 from rag_radix_benchmarks import corpus
 from rag_radix_benchmarks.corpus import INSTRUCTION, CorpusPrograms, CorpusQuestions, question_text
 from rag_radix_benchmarks.piecewise_endpoint import PiecewiseEndpoint
-from rag_radix_frontend import FaissRetriever, RagEndpoint, build_index
+from rag_radix_frontend import FaissRetriever, build_index
+from rag_radix_frontend.connections import Connections
 from rag_radix_frontend.retriever import final_documents
 from rag_radix_frontend.template import DEFAULT_TEMPLATE, compile_template
+from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 
 from rag_radix.errors import ConfigError
 
@@ -23,6 +26,15 @@ TEXTS = {
     "bread": "Bread\n\nKnead flour, water and salt, and bake the dough.",
     "soup": "Soup\n\nBoil vegetables in water with salt.",
 }
+
+ANSWERED = SimpleNamespace(status_code=200, json=lambda: {"text": "", "meta_info": {}})
+
+
+class State:
+    """What a request is sent for."""
+
+    def __init__(self, text):
+        self.text_ = text
 
 
 class LetterEncoder:
@@ -143,9 +155,9 @@ def test_a_search_that_is_waited_for_takes_so_long_and_finds_the_same(index):
 
 def test_a_server_without_the_tree_is_sent_the_tokens_that_one_with_it_makes(index, monkeypatch):
     workload, sent = programs(index, 0.0), []
-    monkeypatch.setattr(RagEndpoint, "__init__", lambda self, url: None)
+    monkeypatch.setattr(RuntimeEndpoint, "__init__", lambda self, *arguments: None)
     monkeypatch.setattr(
-        RagEndpoint, "_post", lambda self, route, data, timeout_s=None: sent.append(data)
+        Connections, "request", lambda self, route, data, **options: sent.append(data) or ANSWERED
     )
     part = workload.part(0)
     (number, query), ids = part.questions[0], part.prompts[0]
@@ -158,5 +170,11 @@ def test_a_server_without_the_tree_is_sent_the_tokens_that_one_with_it_makes(ind
     text += question_text(number, query)
     custom = {"rag": {"documents": placed, "unit": "char"}}
     asked = {"text": text, "sampling_params": {"n": 1, "custom_params": custom}, "rid": "1"}
-    PiecewiseEndpoint("http://h", workload.tokenizer)._post("/generate", asked)
+    endpoint = PiecewiseEndpoint("http://h", workload.tokenizer)
+    endpoint._connections.request("/generate", asked)
     assert sent == [{"input_ids": list(ids), "sampling_params": {"n": 1}, "rid": "1"}]
+    # Requests of programs go the same way.
+    state = State("no document")
+    endpoint._sender.whole(state, {"text": state.text_, "sampling_params": {}})
+    assert sent[-1]["input_ids"] == workload.tokenizer.encode(state.text_)
+    assert "text" not in sent[-1]
