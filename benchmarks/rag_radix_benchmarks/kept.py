@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from rag_radix.errors import ConfigError
+
+
+def open_lines(path: Path) -> tuple[FileIO, list[bytes]]:
+    """A file to append lines to, without one that an interruption cut off, and what it holds.
+
+    Raises:
+        ConfigError: It can't be written.
+    """
+    try:
+        file = path.open("a+b", buffering=0)
+        file.seek(0)
+        content = file.read()
+    except OSError as error:
+        raise ConfigError(f"results can't be kept in {str(path)!r}: {error}") from error
+    complete = content[: content.rfind(b"\n") + 1]
+    file.truncate(len(complete))
+    return file, complete.splitlines()
 
 
 class KeptFigures:
@@ -28,20 +47,13 @@ class KeptFigures:
     def __init__(self, path: Path | None, common: Mapping[str, Any]) -> None:
         self._common = common
         self._figures: dict[str, Any] = {}
-        self._file = None
+        self._file: FileIO | None = None
         if path is None:
             return
-        try:
+        with contextlib.suppress(OSError):  # which opening the file says
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b", buffering=0)
-            self._file.seek(0)
-            content = self._file.read()
-        except OSError as error:
-            raise ConfigError(f"results can't be kept in {str(path)!r}: {error}") from error
-        # A line that an interruption cut off has no end.
-        complete = content[: content.rfind(b"\n") + 1]
-        self._file.truncate(len(complete))
-        for number, line in enumerate(complete.splitlines(), 1):
+        self._file, lines = open_lines(path)
+        for number, line in enumerate(lines, 1):
             try:
                 fields = orjson.loads(line)
                 self._figures[fields["key"]] = fields["figures"]

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rag_radix_benchmarks.arms import Arm
 from rag_radix_benchmarks.digest import code_digest
 from rag_radix_benchmarks.facts import Counters, ServerFacts
 from rag_radix_benchmarks.figures import commit, environment
+from rag_radix_benchmarks.kept import open_lines
 from rag_radix_benchmarks.load import Outcome, Run
 from rag_radix_benchmarks.setup import Setup
 from rag_radix_benchmarks.workload import Workload
@@ -140,19 +142,11 @@ class TrialStore:
 
     def __init__(self, path: Path | None) -> None:
         self._results: dict[str, TrialResult] = {}
-        self._file = None
+        self._file: FileIO | None = None
         if path is None:
             return
-        try:
-            self._file = path.open("a+b", buffering=0)
-            self._file.seek(0)
-            content = self._file.read()
-        except OSError as error:
-            raise ConfigError(f"results can't be kept in {str(path)!r}: {error}") from error
-        # A line that an interruption cut off has no end.
-        complete = content[: content.rfind(b"\n") + 1]
-        self._file.truncate(len(complete))
-        for number, line in enumerate(complete.splitlines(), 1):
+        self._file, lines = open_lines(path)
+        for number, line in enumerate(lines, 1):
             try:
                 fields = orjson.loads(line)
                 self._results[fields["key"]] = _parse(fields["result"])
